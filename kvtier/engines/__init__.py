@@ -1,0 +1,1 @@
+"""Adapters that attach inference engines; each imports its engine lazily."""

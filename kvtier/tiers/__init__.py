@@ -1,0 +1,1 @@
+"""The tiers: each owns its bytes and says where they are."""

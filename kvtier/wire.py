@@ -1,0 +1,491 @@
+"""The protocol as data: one struct per verb, and frames. Pure: no sockets, no clock.
+
+Frame: 16-byte header (body length u32, version u8, reserved u8, verb u16, request id u64, little-endian),
+then a MessagePack map. Tokens, keys, offsets and checksums travel as raw little-endian bytes, never as
+integer lists. A reply carries the verb and request id of its request; verb 0 is an error reply; request
+id 0 is an event. docs/protocol.md is the text of this file.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from kvtier.identity import CacheSpec, Slice
+from kvtier.types import Code, KvtierError
+
+VERSION: Final = 1
+HEADER: Final = struct.Struct("<IBBHQ")
+MAX_BODY: Final = 64 << 20
+MAX_NAME: Final = 128
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of every body."""
+
+
+class Error(Message):
+    """A refusal: `code` is one of types.Code, `field` the input it is about."""
+
+    code: str
+    message: str
+    field: str = ""
+
+
+class Ok(Message):
+    """Done; nothing more to say."""
+
+
+# -- session ---------------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First frame on a connection: join the engine instance `instance`."""
+
+    version: int
+    instance: str
+    scope: str = ""
+    """Trust scope label; empty means this process's uid."""
+    events: bool = False
+    """Whether this connection wants events (Durable)."""
+
+
+class ArenaInfo(Message):
+    """A host arena of the scope; its memfd comes with the reply by SCM_RIGHTS, in list order."""
+
+    arena: int
+    bytes: int
+
+
+class Welcome(Message):
+    """Reply to Hello."""
+
+    version: int
+    server: str
+    scope: str
+    arenas: tuple[ArenaInfo, ...]
+    lease_cap_bytes: int
+    reserve_cap_bytes: int
+
+
+class Bye(Message):
+    """This process lets go of all it holds and will touch no slot any more."""
+
+
+class Ping(Message):
+    """Answered with Ok by the serving loop itself."""
+
+
+class Open(Message):
+    """Open (or make) the cache that `spec` names, and say which shard of it this process holds."""
+
+    spec: CacheSpec
+    rank: int = -1
+    """-1: this process only matches, or holds whole pages; else which of `world` shards."""
+    world: int = 1
+    slices: tuple[Slice, ...] = ()
+    """One per group; empty means whole items. Ranks with equal slices are replicas: one copy is stored."""
+    epoch: int = 0
+    """The newest epoch this engine knows; an older one here moves up to it."""
+
+
+class GroupInfo(Message):
+    """How items of one group lie in the arena."""
+
+    item_bytes: int
+    slot_bytes: int
+    slots_per_item: int
+
+
+class Opened(Message):
+    """Reply to Open and Reset."""
+
+    cache: int
+    cache_id: bytes
+    epoch: int
+    groups: tuple[GroupInfo, ...]
+
+
+class Reset(Message):
+    """Move the cache to a new epoch and free the old one (weights changed). Replies Opened."""
+
+    cache: int
+
+
+# -- token caches -----------------------------------------------------------------------------------------------
+
+
+class Match(Message):
+    """Longest cached prefix of a path of page keys. Pins nothing."""
+
+    cache: int = 0
+    handle: int = 0
+    """0: a new path; else go on with that path, appending `keys`."""
+    keys: bytes = b""
+    """Whole page keys, `stride` bytes each; a remainder is a bad_request."""
+    request: str = ""
+    """The engine's own request id, for people."""
+
+
+class Segment(Message, array_like=True):
+    """`pages` consecutive pages served best from `tier`."""
+
+    tier: int
+    pages: int
+
+
+class Matched(Message):
+    """Reply to Match: `pages` can be acquired; after them `pending` are reserved by somebody."""
+
+    handle: int
+    pages: int
+    segments: tuple[Segment, ...] = ()
+    pending: int = 0
+
+
+class Acquire(Message):
+    """Lease the first `pages` pages of the handle's path (-1: all that match), loading what is not in host."""
+
+    handle: int
+    pages: int = -1
+    wait_ms: int = 1000
+
+
+class Items(Message):
+    """Slots of `count` items of one group, first at page `first`.
+
+    offsets: int64 arena offsets, slots_per_item each, -1 where there is none. sums: u64 xxh3-64 of each item.
+    """
+
+    group: int
+    first: int
+    count: int
+    offsets: bytes
+    sums: bytes = b""
+
+
+class Acquired(Message):
+    """Reply to Acquire. pages may be fewer than matched when a copy was lost. lease 0: nothing is held."""
+
+    lease: int
+    pages: int
+    items: tuple[Items, ...] = ()
+
+
+class Release(Message):
+    """Give the lease back."""
+
+    lease: int
+
+
+class Forget(Message):
+    """Drop a request handle."""
+
+    handle: int
+
+
+class Prefetch(Message):
+    """Bring the handle's matched pages to host without leasing them. Replies Ok at once."""
+
+    handle: int
+
+
+class Want(Message):
+    """Items of one group that a reservation asks for: page numbers, int32 little-endian, ascending."""
+
+    group: int
+    pages: bytes
+
+
+class Reserve(Message):
+    """Slots for pages [start, start + pages) of the handle's path.
+
+    Every full group gets every page. `wants` lists pages of window and state groups (absent: every page for
+    window groups, none for state groups).
+    """
+
+    handle: int
+    start: int
+    pages: int
+    wants: tuple[Want, ...] = ()
+    wait_ms: int = 50
+
+
+class Reserved(Message):
+    """Reply to Reserve: the first `pages` pages were granted; an offset of -1 is already stored: skip it."""
+
+    reservation: int
+    pages: int
+    items: tuple[Items, ...] = ()
+    refused: str = ""
+    """Why fewer pages than asked: a types.Code."""
+
+
+class Commit(Message):
+    """This process has written its shard of pages [first, first + pages) (absolute page numbers).
+
+    For a keyed reservation: positions in the list of keys that was reserved. Replies after the checksum.
+    """
+
+    reservation: int
+    first: int
+    pages: int
+
+
+class Committed(Message):
+    """Reply to Commit: pages of the reservation that are now served, and complete ones that wait for a parent."""
+
+    published: int
+    waiting: int = 0
+
+
+class Abort(Message):
+    """Give back what is not committed; this process will write there no more."""
+
+    reservation: int
+
+
+# -- keyed caches -------------------------------------------------------------------------------------------------
+
+
+class Exists(Message):
+    """Presence of opaque keys (concatenated) in one group."""
+
+    cache: int
+    group: int
+    keys: bytes
+
+
+class Existence(Message):
+    """Reply: one types.Presence byte per key."""
+
+    states: bytes
+
+
+class AcquireKeys(Message):
+    """Lease the given keys; those absent come back with offset -1. Order: prefix root first."""
+
+    cache: int
+    group: int
+    keys: bytes
+    wait_ms: int = 1000
+
+
+class ReserveKeys(Message):
+    """Slots for new keys. Commit and Abort take positions in this list of keys."""
+
+    cache: int
+    group: int
+    keys: bytes
+    wait_ms: int = 50
+
+
+# -- regions: memory of the engine's own ----------------------------------------------------------------------------
+
+
+class Register(Message):
+    """Sent instead of Hello on a connection of its own, with one fd: `rows` rows of `stride` bytes at `offset`."""
+
+    instance: str
+    name: str
+    """Names the region within the instance."""
+    offset: int
+    stride: int
+    rows: int
+    scope: str = ""
+
+
+class Registered(Message):
+    """Reply to Register."""
+
+    region: int
+    mapped: bool
+    """True where the fd is sealed against shrinking and mapped; false where I/O goes by preadv/pwritev."""
+
+
+class Unregister(Message):
+    """Forget the region; refused with busy while transfers run."""
+
+    region: int
+
+
+class Load(Message):
+    """Copy items into rows of a region: of `lease`'s pages, or of `keys`. Each row gets one item of `group`.
+
+    rows: int64 row numbers, one per item, -1 to skip. The reply is the only word that the daemon will not write
+    there any more.
+    """
+
+    region: int
+    group: int
+    rows: bytes
+    lease: int = 0
+    first: int = 0
+    cache: int = 0
+    keys: bytes = b""
+    wait_ms: int = 10000
+
+
+class Loaded(Message):
+    """Reply: one byte per row, 1 where the item's verified bytes are there."""
+
+    done: bytes
+
+
+class Store(Message):
+    """Copy rows of a region into the cache under `keys`, or into `reservation`'s pages from `first` on, and commit."""
+
+    region: int
+    group: int
+    rows: bytes
+    reservation: int = 0
+    first: int = 0
+    cache: int = 0
+    keys: bytes = b""
+    wait_ms: int = 10000
+
+
+class Stored(Message):
+    """Reply: one byte per row, 1 where the item is stored (or was already)."""
+
+    done: bytes
+    refused: str = ""
+
+
+class Cancel(Message):
+    """Stop the Load or Store sent as request id `request`; its own reply comes first, then Ok."""
+
+    request: int
+
+
+# -- state of the whole ---------------------------------------------------------------------------------------------
+
+
+class Flush(Message):
+    """Reply Ok when everything committed before is durable; no_space or io where it cannot be."""
+
+    cache: int = 0
+    """0: every cache of the instance."""
+    wait_ms: int = 60000
+
+
+class Stat(Message):
+    """Numbers of the daemon that any engine may see."""
+
+
+class Info(Message):
+    """Reply to Stat and the admin verbs: a plain tree of names and values."""
+
+    data: dict[str, object]
+
+
+class Durable(Message):
+    """Event: the first `pages` pages of the reservation are on disk and synced."""
+
+    reservation: int
+    pages: int
+
+
+# -- admin socket only ------------------------------------------------------------------------------------------------
+
+
+class Status(Message):
+    """Everything about tiers, caches, instances and counters."""
+
+
+class Caches(Message):
+    """One row per cache."""
+
+
+class Tree(Message):
+    """Nodes of one cache (id by hex prefix), depth first, at most `limit`."""
+
+    cache: str
+    depth: int = 8
+    limit: int = 1000
+
+
+class Check(Message):
+    """Run the invariants now; the reply lists what is broken."""
+
+
+VERBS: Final[dict[type[Message], int]] = {
+    cls: number
+    for number, cls in {
+        1: Hello, 2: Bye, 3: Ping, 4: Open, 5: Reset, 6: Register, 7: Unregister,
+        16: Match, 17: Acquire, 18: Release, 19: Forget, 20: Prefetch, 21: Reserve, 22: Commit, 23: Abort,
+        32: Exists, 33: AcquireKeys, 34: ReserveKeys,
+        48: Load, 49: Store, 50: Cancel,
+        64: Flush, 65: Stat,
+        80: Durable,
+        96: Status, 97: Caches, 98: Tree, 99: Check,
+    }.items()
+}  # fmt: skip
+"""Verb number of each request and event; a reply carries its request's number."""
+
+ADMIN: Final = frozenset({Status, Caches, Tree, Check})
+"""Verbs served on the admin socket only."""
+
+ERROR_VERB: Final = 0
+_REQUESTS = {number: msgspec.msgpack.Decoder(cls, strict=True) for cls, number in VERBS.items()}
+_ERROR = msgspec.msgpack.Decoder(Error, strict=True)
+_encoder = msgspec.msgpack.Encoder()
+Reply = TypeVar("Reply", bound=Message)
+
+
+class Header(NamedTuple):
+    """A decoded frame header."""
+
+    length: int
+    verb: int
+    request: int
+
+
+def frame(verb: int, request: int, body: Message) -> bytes:
+    """One frame, ready to send."""
+    raw = _encoder.encode(body)
+    if len(raw) > MAX_BODY:
+        raise KvtierError(Code.BAD_REQUEST, f"body of {len(raw)} bytes is over the limit of {MAX_BODY}", "length")
+    return HEADER.pack(len(raw), VERSION, 0, verb, request) + raw
+
+
+def request_frame(body: Message, request: int) -> bytes:
+    """A request (or event) frame of the verb that `body` stands for."""
+    return frame(VERBS[type(body)], request, body)
+
+
+def parse_header(raw: bytes | bytearray | memoryview, max_body: int = MAX_BODY) -> Header:
+    """Header of a frame; raises version or bad_request before anything is buffered for it."""
+    length, version, reserved, verb, request = HEADER.unpack(raw)
+    if version != VERSION:
+        raise KvtierError(Code.VERSION, f"expected protocol version {VERSION}, got {version}", "version")
+    if reserved:
+        raise KvtierError(Code.BAD_REQUEST, f"expected 0, got {reserved}", "reserved")
+    if length > max_body:
+        raise KvtierError(Code.BAD_REQUEST, f"expected at most {max_body} bytes, got {length}", "length")
+    return Header(length, verb, request)
+
+
+def decode_request(verb: int, body: bytes | bytearray | memoryview) -> Message:
+    """The request struct in a frame; raises bad_request naming the path of the field that is wrong."""
+    decoder = _REQUESTS.get(verb)
+    if decoder is None:
+        raise KvtierError(Code.BAD_REQUEST, f"verb {verb} is not known to protocol version {VERSION}", "verb")
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise KvtierError(Code.BAD_REQUEST, str(exc), f"verb {verb}") from None
+
+
+def decode_reply(verb: int, body: bytes | bytearray | memoryview, expect: type[Reply]) -> Reply:
+    """The reply struct in a frame; raises the KvtierError that an error reply carries."""
+    try:
+        if verb == ERROR_VERB:
+            error = _ERROR.decode(body)
+            code = Code(error.code) if error.code in Code else Code.INTERNAL
+            raise KvtierError(code, error.message, error.field)
+        return msgspec.msgpack.decode(body, type=expect)
+    except msgspec.MsgspecError as exc:
+        raise KvtierError(Code.BAD_REQUEST, f"reply is not a {expect.__name__}: {exc}", "reply") from None
