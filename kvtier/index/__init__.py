@@ -1,0 +1,9 @@
+"""The index: which pages are cached, where their copies are, who holds them, which go first. Pure: no I/O, no clock."""
+
+from kvtier.index.base import Cut, Dropped, Index
+from kvtier.index.keyed import KeyedIndex
+from kvtier.index.node import Node
+from kvtier.index.order import Order
+from kvtier.index.radix import Found, RadixIndex
+
+__all__ = ["Cut", "Dropped", "Found", "Index", "KeyedIndex", "Node", "Order", "RadixIndex"]

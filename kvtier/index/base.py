@@ -1,0 +1,397 @@
+"""What every index does with nodes: copies, leases, leaves, publishing, cutting. One owner thread; no locks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.identity import CacheSpec, chain_keys
+from kvtier.index.node import LOCAL, TIERS, Node, blank
+from kvtier.index.order import Order
+from kvtier.types import NO_COPY, RUN_PAGES, Kind
+
+
+class Dropped(NamedTuple):
+    """Copies that left the index: the tier's owner frees them."""
+
+    tier: int
+    group: int
+    handles: array[int]
+
+
+class Cut(NamedTuple):
+    """What a cut took away: free copies now; the rest is doomed until the leases on it end."""
+
+    freed: list[Dropped]
+    pages: int
+    doomed: int
+
+
+class Index:
+    """Nodes of one cache. Token caches use RadixIndex, keyed ones KeyedIndex; the rest is common.
+
+    Invariants (see `check`): a published page has a copy of every full group in some local tier; `refs` of a
+    node is at least that of each child; counts and `below` agree with the handles.
+    """
+
+    def __init__(self, spec: CacheSpec, root_chain: bytes, orders: Mapping[int, Order]) -> None:
+        self.spec = spec
+        self.stride = spec.stride
+        self.groups = len(spec.groups)
+        self.full = [n for n, g in enumerate(spec.groups) if g.kind is Kind.FULL]
+        self.states = [n for n, g in enumerate(spec.groups) if g.kind is Kind.STATE]
+        self.windows = [(n, g.window) for n, g in enumerate(spec.groups) if g.kind is Kind.WINDOW]
+        self.orders = orders
+        self.root = Node(None, b"", 0, 0, self.groups, 0.0)
+        self.root.chain = root_chain
+        self.nodes = 0
+        self.pages = 0
+        self.doomed: set[Node] = set()
+
+    # -- where copies are ------------------------------------------------------------------------------------
+
+    def locate(self, node: Node, depth: int) -> tuple[Node, int]:
+        """The node and position that page `depth` has now; `node` was at or below it when it was noted.
+
+        A split gives the upper part to a new parent, so walking up always finds a page that is still held.
+        """
+        while depth < node.depth:
+            assert node.parent is not None
+            node = node.parent
+        return node, depth - node.depth
+
+    def get(self, node: Node, at: int, tier: int, group: int) -> int:
+        """Handle of one copy, or NO_COPY."""
+        held = node.at[tier * self.groups + group]
+        return NO_COPY if held is None else held[at]
+
+    def put(self, node: Node, at: int, tier: int, group: int, handles: Sequence[int], sums: Sequence[int]) -> None:
+        """Record copies of pages [at, at + len(handles)); NO_COPY entries leave what is there.
+
+        The caller makes sure that no copy is overwritten. Sums are recorded where a handle is given.
+        """
+        slot = tier * self.groups + group
+        held = node.at[slot]
+        if held is None:
+            held = node.at[slot] = blank(node.pages)
+        kept = node.sums[group]
+        if kept is None:
+            kept = node.sums[group] = array("Q", bytes(8 * node.pages))
+        end = at + len(handles)
+        if isinstance(handles, array) and isinstance(sums, array) and handles.count(NO_COPY) == 0:
+            assert held[at:end] == blank(len(handles)), "copy overwritten"
+            held[at:end], kept[at:end] = handles, sums
+            self._gain(node, tier, len(handles))
+            return
+        gained = 0
+        for position, handle in enumerate(handles, at):
+            if handle != NO_COPY:
+                assert held[position] == NO_COPY, "copy overwritten"
+                held[position] = handle
+                kept[position] = sums[position - at]
+                gained += 1
+        if gained:
+            self._gain(node, tier, gained)
+
+    def move(self, node: Node, at: int, tier: int, group: int, handle: int) -> int:
+        """Replace one copy by another in the same tier (relocation); returns the old handle."""
+        held = node.at[tier * self.groups + group]
+        assert held is not None
+        assert held[at] != NO_COPY
+        old, held[at] = held[at], handle
+        return old
+
+    def drop(self, node: Node, lo: int, hi: int, tier: int) -> list[Dropped]:
+        """Forget the tier's copies of pages [lo, hi), of every group; returns their handles."""
+        out = []
+        lost = 0
+        for group in range(self.groups):
+            held = node.at[tier * self.groups + group]
+            if held is None:
+                continue
+            gone = array("q", [h for h in held[lo:hi] if h != NO_COPY])
+            if gone:
+                held[lo:hi] = blank(hi - lo)
+                lost += len(gone)
+                out.append(Dropped(tier, group, gone))
+        if lost:
+            node.count[tier] -= lost
+            if node.count[tier] == 0:
+                node.at[tier * self.groups : (tier + 1) * self.groups] = [None] * self.groups
+                if node.below[tier] == 0:
+                    self._vanish(node, tier)
+        return out
+
+    def _gain(self, node: Node, tier: int, copies: int) -> None:
+        """Account for new copies; the first in a subtree shows all the way up."""
+        before = node.count[tier]
+        node.count[tier] = before + copies
+        if node.below[tier]:
+            return
+        if before == 0:
+            up = node.parent
+            while up is not None:
+                up.below[tier] += 1
+                if up.below[tier] > 1 or up.count[tier]:
+                    break
+                up = up.parent
+        self._offer(node, tier)
+
+    def _vanish(self, node: Node, tier: int) -> None:
+        """The subtree of `node` holds nothing in the tier any more; its parent may be the leaf now."""
+        up = node.parent
+        while up is not None:
+            up.below[tier] -= 1
+            if up.below[tier]:
+                return
+            if up.count[tier]:
+                up.time = max(up.time, node.time)
+                self._offer(up, tier)
+                return
+            up = up.parent
+
+    def _offer(self, node: Node, tier: int) -> None:
+        """Queue a leaf that nobody holds for eviction."""
+        order = self.orders.get(tier)
+        if order is not None and not node.refs and not node.dead and node.tier_leaf(tier):
+            order.push(self, node)
+
+    # -- eviction --------------------------------------------------------------------------------------------
+
+    def rank(self, node: Node, tier: int) -> float:
+        """Lower goes first: dead tails (no resume point left below them), then the least recently used."""
+        del tier
+        if self.states and node.children is None and self._alive(node) < node.pages:
+            return float("-inf")
+        return node.time
+
+    def _alive(self, node: Node) -> int:
+        """Leading pages of a childless node that some state point still makes useful."""
+        for at in range(node.pages - 1, -1, -1):
+            if all(any(self.get(node, at, t, g) != NO_COPY for t in LOCAL) for g in self.states):
+                return at + 1
+        return 0
+
+    def tail(self, node: Node, tier: int, most: int = RUN_PAGES) -> tuple[int, int]:
+        """Pages [lo, hi) to evict next from a leaf of the tier: its deepest copies, at most `most` pages."""
+        last = 0
+        for group in range(self.groups):
+            held = node.handles(tier, group)
+            if held is not None and (found := np.flatnonzero(held != NO_COPY)).size:
+                last = max(last, int(found[-1]) + 1)
+        first = max(0, last - most)
+        if self.states and node.children is None:
+            alive = self._alive(node)
+            if first < alive < last:
+                first = alive
+        return first, last
+
+    def requeue(self, node: Node, tier: int) -> None:
+        """Put a popped leaf back if it is one still."""
+        self._offer(node, tier)
+
+    # -- leases ----------------------------------------------------------------------------------------------
+
+    def lease(self, node: Node) -> None:
+        """Hold the path from the root to the end of `node`."""
+        up: Node | None = node
+        while up is not None:
+            up.refs += 1
+            up = up.parent
+
+    def unlease(self, node: Node) -> list[Dropped]:
+        """Let the path go; returns copies of pages that were cut meanwhile and are free now."""
+        out: list[Dropped] = []
+        up: Node | None = node
+        while up is not None:
+            up.refs -= 1
+            assert up.refs >= 0, "released more often than leased"
+            if up.refs == 0:
+                if up.dead:
+                    out += self._bury(up)
+                elif up is not self.root:
+                    for tier in self.orders:
+                        self._offer(up, tier)
+            up = up.parent
+        if not node.dead and node.refs == 0 and (node.live < node.pages or not any(node.count)):
+            self.settle(node)
+        return out
+
+    # -- structure -------------------------------------------------------------------------------------------
+
+    def _attach(self, parent: Node, key: bytes, node: Node) -> None:
+        if parent.children is None:
+            parent.children = {}
+        parent.children[key] = node
+
+    def _detach(self, node: Node) -> None:
+        """Take a node (with its subtree) off its parent, and its copies off the counts above."""
+        parent = node.parent
+        assert parent is not None
+        assert parent.children is not None
+        del parent.children[node.edge[: self.stride]]
+        if not parent.children:
+            parent.children = None
+        for tier in range(TIERS):
+            if node.count[tier] or node.below[tier]:
+                self._vanish(node, tier)
+
+    def settle(self, node: Node) -> None:
+        """Drop tail pages that no tier holds, up to the first that is held, shared or leased."""
+        while node is not self.root and not node.refs and node.children is None and not node.dead:
+            parent = node.parent
+            assert parent is not None
+            keep = self._kept(node)
+            if keep:
+                if keep < node.pages:
+                    self._truncate(node, keep)
+                return
+            self._detach(node)
+            self._die(node)
+            parent.time = max(parent.time, node.time)
+            node = parent
+
+    def _die(self, node: Node) -> None:
+        """Count a node out; orders that hold many dead entries sweep them."""
+        node.dead = True
+        self.nodes -= 1
+        self.pages -= node.pages
+        for tier, order in self.orders.items():
+            if node.queued >> tier & 1:
+                order.died()
+
+    def _kept(self, node: Node) -> int:
+        """Leading pages to keep: through the last published page whose required items some tier holds."""
+        keep = 0
+        if self.full:
+            present = node.present(self.full[0])
+            for group in self.full[1:]:
+                present &= node.present(group)
+        else:
+            present = np.zeros(node.pages, dtype=bool)
+            for group in range(self.groups):
+                present |= node.present(group)
+        found = np.flatnonzero(present[: node.live])
+        if found.size:
+            keep = int(found[-1]) + 1
+        return keep
+
+    def _truncate(self, node: Node, keep: int) -> None:
+        assert all(held is None or all(h == NO_COPY for h in held[keep:]) for held in node.at), (
+            "truncated pages still had copies"
+        )
+        self.pages -= node.pages - keep
+        node.edge = node.edge[: keep * self.stride]
+        node.pages = keep
+        node.live = min(node.live, keep)
+        node.at = [None if held is None else held[:keep] for held in node.at]
+        node.sums = [None if kept is None else kept[:keep] for kept in node.sums]
+        node.chain = None if node.chain is None else node.chain[: keep * 16]
+
+    def cut(self, node: Node) -> Cut:
+        """Take `node` and all below it out of the index: lost or invalidated. Leased nodes are doomed."""
+        self._detach(node)
+        freed: list[Dropped] = []
+        pages = doomed = 0
+        stack = [node]
+        while stack:
+            at = stack.pop()
+            stack += (at.children or {}).values()
+            self._die(at)
+            pages += at.live
+            if at.refs:
+                self.doomed.add(at)
+                doomed += at.pages
+            else:
+                freed += self._bury(at)
+        return Cut(freed, pages, doomed)
+
+    def _bury(self, node: Node) -> list[Dropped]:
+        """All copies of a dead node that nobody holds."""
+        self.doomed.discard(node)
+        out = []
+        for slot, held in enumerate(node.at):
+            gone = array("q", [h for h in held or () if h != NO_COPY])
+            node.at[slot] = None
+            if gone:
+                out.append(Dropped(slot // self.groups, slot % self.groups, gone))
+        return out
+
+    def chain_of(self, node: Node) -> bytes:
+        """Chain keys of a node's pages, 16 bytes each (for the root: its own)."""
+        missing = []
+        at: Node = node
+        while at.chain is None:
+            missing.append(at)
+            assert at.parent is not None
+            at = at.parent
+        for each in reversed(missing):
+            assert each.parent is not None
+            before = self.chain_of(each.parent)[-16:]
+            each.chain = chain_keys(before, each.edge, self.stride)
+        assert node.chain is not None
+        return node.chain
+
+    def path(self, node: Node) -> Iterator[Node]:
+        """The nodes from just below the root to `node`."""
+        up: list[Node] = []
+        while node is not self.root:
+            up.append(node)
+            assert node.parent is not None
+            node = node.parent
+        return reversed(up)
+
+    def walk(self) -> Iterator[Node]:
+        """Every node but the root, parents before children."""
+        stack = list((self.root.children or {}).values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += (node.children or {}).values()
+
+    def check(self) -> list[str]:
+        """Broken invariants, in words; empty when all hold."""
+        wrong: list[str] = []
+        nodes = pages = 0
+        for node in self.walk():
+            nodes += 1
+            pages += node.pages
+            wrong += _check_node(self, node)
+        if (nodes, pages) != (self.nodes, self.pages):
+            wrong.append(f"index counts {self.nodes} nodes, {self.pages} pages; there are {nodes}, {pages}")
+        wrong += [f"doomed node at {n.depth} without lease" for n in self.doomed if not n.refs]
+        return wrong
+
+
+def _check_node(index: Index, node: Node) -> list[str]:
+    """Broken invariants of one node."""
+    where = f"node at page {node.depth}"
+    wrong = []
+    if len(node.edge) != node.pages * index.stride or node.pages < 1:
+        wrong.append(f"{where}: edge of {len(node.edge)} bytes for {node.pages} pages")
+    if node.dead:
+        wrong.append(f"{where}: dead but reachable")
+    parent = node.parent
+    assert parent is not None
+    if parent.end != node.depth or (node.live and parent.live < parent.pages):
+        wrong.append(f"{where}: published after unpublished pages of its parent")
+    if sum(c.refs for c in (node.children or {}).values()) > node.refs:
+        wrong.append(f"{where}: {node.refs} leases, fewer than its children")
+    wrong += [
+        f"{where}: published page without group {group}"
+        for group in index.full
+        if not node.present(group)[: node.live].all()
+    ]
+    for tier in range(TIERS):
+        held = [h for g in range(index.groups) if (h := node.handles(tier, g)) is not None]
+        count = sum(int((h != NO_COPY).sum()) for h in held)
+        below = sum(1 for c in (node.children or {}).values() if c.count[tier] or c.below[tier])
+        if (count, below) != (node.count[tier], node.below[tier]):
+            wrong.append(f"{where}: tier {tier} counts {node.count[tier]}/{node.below[tier]}, has {count}/{below}")
+        queued = bool(node.queued >> tier & 1)
+        if tier in index.orders and node.tier_leaf(tier) and not node.refs and not queued:
+            wrong.append(f"{where}: free leaf of tier {tier} that eviction cannot find")
+    return wrong

@@ -1,0 +1,81 @@
+"""One node of the index: a run of pages on a radix edge (or one keyed page) and where their copies are."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.types import NO_COPY, Tier
+
+TIERS = len(Tier)
+LOCAL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+"""Tiers whose copies count for what is cached here; a peer's copy is a hint."""
+
+
+class Node:
+    """`pages` consecutive pages. Only Index changes a node.
+
+    `at[tier * groups + group]` holds one copy handle per page (or None: no copy there at all); `sums[group]`
+    the xxh3-64 of each page's item. Plain ints and arrays, so that a page costs tens of bytes.
+    """
+
+    __slots__ = (
+        "at", "below", "chain", "children", "count", "dead", "depth", "edge", "live", "pages", "parent", "queued",
+        "refs", "sums", "time",
+    )  # fmt: skip
+
+    def __init__(self, parent: Node | None, edge: bytes, depth: int, pages: int, groups: int, time: float) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.depth = depth
+        """Page number (from the root) of the first page."""
+        self.pages = pages
+        self.live = 0
+        """Leading pages that are published; the rest is reserved and not served."""
+        self.children: dict[bytes, Node] | None = None
+        self.refs = 0
+        """Leases that pass through this node."""
+        self.time = time
+        self.dead = False
+        """Cut from the index; its copies go when the last lease does."""
+        self.queued = 0
+        """Bit per tier: an entry of this node is in that tier's order."""
+        self.at: list[array[int] | None] = [None] * (TIERS * groups)
+        self.sums: list[array[int] | None] = [None] * groups
+        self.count = [0] * TIERS
+        """Copies per tier, over all groups."""
+        self.below = [0] * TIERS
+        """Children per tier whose subtrees hold copies there."""
+        self.chain: bytes | None = None
+        """Chain keys of the pages, 16 bytes each, once somebody asked."""
+
+    @property
+    def end(self) -> int:
+        """Page number just after the last page."""
+        return self.depth + self.pages
+
+    def tier_leaf(self, tier: int) -> bool:
+        """Whether copies are here and none below, in this tier."""
+        return self.count[tier] > 0 and self.below[tier] == 0
+
+    def handles(self, tier: int, group: int) -> NDArray[np.int64] | None:
+        """A copy of the handles of one tier and group, or None."""
+        held = self.at[tier * len(self.sums) + group]
+        return None if held is None else np.array(held, dtype=np.int64)
+
+    def present(self, group: int, tiers: Sequence[int] = LOCAL) -> NDArray[np.bool_]:
+        """Per page: whether one of `tiers` holds this group's item."""
+        out = np.zeros(self.pages, dtype=bool)
+        for tier in tiers:
+            held = self.handles(tier, group)
+            if held is not None:
+                out |= held != NO_COPY
+        return out
+
+
+def blank(pages: int) -> array[int]:
+    """Handles of `pages` pages with no copy."""
+    return array("q", b"\xff" * (8 * pages))

@@ -1,0 +1,224 @@
+"""The radix tree of a token cache: longest cached prefix over page keys.
+
+Edges are bytes of whole page keys, compared by `startswith` (memcmp, no copy); only where an edge diverges does
+numpy look for the page. A match touches only the deepest node: a parent takes its child's time when the child goes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.identity import CacheSpec
+from kvtier.index.base import Index
+from kvtier.index.node import LOCAL, Node
+from kvtier.index.order import Order
+from kvtier.types import NO_COPY
+
+
+class Found(NamedTuple):
+    """A match: `pages` pages from the root, the last of them in `node`; `pending` reserved pages follow."""
+
+    node: Node
+    pages: int
+    pending: int
+
+
+class RadixIndex(Index):
+    """Token pages of one cache."""
+
+    def __init__(self, spec: CacheSpec, root_chain: bytes, orders: Mapping[int, Order]) -> None:
+        super().__init__(spec, root_chain, orders)
+        self._word = np.dtype("<u4") if self.stride % 4 == 0 else np.dtype("u1")
+
+    def _common(self, edge: bytes, keys: bytes, at: int) -> int:
+        """Leading whole pages that `edge` and keys[at:] share."""
+        size = min(len(edge), len(keys) - at) // self.stride * self.stride
+        words = size // self._word.itemsize
+        left = np.frombuffer(edge, self._word, words)
+        right = np.frombuffer(keys, self._word, words, at)
+        differs = left != right
+        first = int(differs.argmax()) if words else 0
+        if not words or not differs[first]:
+            return size // self.stride
+        return first * self._word.itemsize // self.stride
+
+    def match(self, keys: bytes, now: float) -> Found:
+        """Deepest page boundary of `keys` where every group's rule holds; touches the node it ends in."""
+        node, end, pending = self._descend(keys)
+        if self.windows or self.states:
+            node, end = self.resumable(node, end, LOCAL)
+        if end:
+            node.time = max(node.time, now)
+        return Found(node, end, pending)
+
+    def _descend(self, keys: bytes) -> tuple[Node, int, int]:
+        """The node that holds the last published page of the longest shared path, its boundary, pages pending."""
+        stride = self.stride
+        node = self.root
+        at, size = 0, len(keys)
+        while at < size and node.children is not None:
+            child = node.children.get(keys[at : at + stride])
+            if child is None:
+                break
+            if child.live == child.pages and keys.startswith(child.edge, at):
+                at += len(child.edge)
+                node = child
+                continue
+            shared = self._common(child.edge, keys, at)
+            done = min(shared, child.live)
+            pending = shared - done
+            if pending and shared == child.pages:
+                pending += self._pending(child, keys, at + len(child.edge))
+            return (child if done else node), at // stride + done, pending
+        return node, at // stride, 0
+
+    def _pending(self, node: Node, keys: bytes, at: int) -> int:
+        """Reserved pages along keys[at:] below `node`."""
+        total = 0
+        while at < len(keys) and node.children is not None:
+            child = node.children.get(keys[at : at + self.stride])
+            if child is None:
+                break
+            shared = self._common(child.edge, keys, at)
+            total += shared
+            if shared < child.pages:
+                break
+            at += len(child.edge)
+            node = child
+        return total
+
+    def resumable(self, node: Node, end: int, tiers: Sequence[int]) -> tuple[Node, int]:
+        """The deepest boundary <= end where every group's rule holds with copies in `tiers`, and its node."""
+        path = list(self.path(node))
+
+        def along(group: int) -> NDArray[np.bool_]:
+            parts = [n.present(group, tiers) for n in path]
+            return np.concatenate(parts)[:end] if parts else np.zeros(0, dtype=bool)
+
+        good = np.ones(end + 1, dtype=bool)
+        if tiers is not LOCAL:
+            for group in self.full:
+                good[1:] &= np.logical_and.accumulate(along(group))
+        for group in self.states:
+            good[1:] &= along(group)
+        boundary = np.arange(end + 1)
+        tokens = self.spec.page_tokens
+        for group, window in self.windows:
+            missing = np.concatenate(([0], np.cumsum(~along(group))))
+            good &= missing == missing[np.maximum(0, boundary * tokens - window) // tokens]
+        good[0] = True
+        end = int(np.flatnonzero(good)[-1])
+        while end <= node.depth and node.parent is not None:
+            node = node.parent
+        return node, end
+
+    def needed(self, pages: int) -> list[tuple[int, int, int]]:
+        """(group, first, count) of the items that an engine resuming after `pages` pages reads."""
+        out = [(group, 0, pages) for group in self.full]
+        tokens = self.spec.page_tokens
+        for group, window in self.windows:
+            first = max(0, pages * tokens - window) // tokens
+            out.append((group, first, pages - first))
+        if pages:
+            out += [(group, pages - 1, 1) for group in self.states]
+        return sorted(out)
+
+    def ending_at(self, node: Node, pages: int) -> Node:
+        """The node that ends exactly at `pages`, splitting the one that `pages` falls inside."""
+        node, at = self.locate(node, pages - 1)
+        return node if at + 1 == node.pages else self.split(node, at + 1)
+
+    def split(self, node: Node, at: int) -> Node:
+        """Give the first `at` pages to a new parent, which is returned; `node` keeps the deeper ones.
+
+        Whoever noted `node` meant its end or something below, so leases and page numbers stay right.
+        """
+        assert 0 < at < node.pages
+        parent = node.parent
+        assert parent is not None
+        cut = at * self.stride
+        upper = Node(parent, node.edge[:cut], node.depth, at, self.groups, node.time)
+        upper.live = min(node.live, at)
+        upper.refs = node.refs
+        for slot, held in enumerate(node.at):
+            if held is not None:
+                upper.at[slot], node.at[slot] = _halves(held, at)
+        for group, kept in enumerate(node.sums):
+            if kept is not None:
+                upper.sums[group], node.sums[group] = kept[:at], kept[at:]
+        if node.chain is not None:
+            upper.chain, node.chain = node.chain[: at * 16], node.chain[at * 16 :]
+        node.edge = node.edge[cut:]
+        node.depth += at
+        node.pages -= at
+        node.live = max(0, node.live - at)
+        node.parent = upper
+        upper.children = {node.edge[: self.stride]: node}
+        self._attach(parent, upper.edge[: self.stride], upper)
+        self.nodes += 1
+        self._recount(upper, node)
+        return upper
+
+    def _recount(self, upper: Node, lower: Node) -> None:
+        """Share the copies' counts out between the halves of a split."""
+        for tier, total in enumerate(lower.count):
+            if not total:
+                upper.below[tier] = int(lower.below[tier] > 0)
+                continue
+            held = [lower.handles(tier, g) for g in range(self.groups)]
+            kept = sum(int((h != NO_COPY).sum()) for h in held if h is not None)
+            lower.count[tier], upper.count[tier] = kept, total - kept
+            upper.below[tier] = int(kept > 0 or lower.below[tier] > 0)
+            self._offer(upper, tier)
+
+    def extend(self, keys: bytes, now: float) -> Node:
+        """The node that ends at the last page of `keys`, making unpublished pages where there are none."""
+        node = self.root
+        at = 0
+        while at < len(keys):
+            child = None if node.children is None else node.children.get(keys[at : at + self.stride])
+            if child is None:
+                return self._grow(node, keys[at:], now)
+            if not keys.startswith(child.edge, at):
+                child = self.split(child, self._common(child.edge, keys, at))
+            at += len(child.edge)
+            node = child
+        return node
+
+    def _grow(self, parent: Node, edge: bytes, now: float) -> Node:
+        """A new unpublished leaf."""
+        node = Node(parent, edge, parent.end, len(edge) // self.stride, self.groups, now)
+        self._attach(parent, edge[: self.stride], node)
+        self.nodes += 1
+        self.pages += node.pages
+        return node
+
+    def publish(self, node: Node, through: int) -> None:
+        """Serve the pages of the path up to page number `through` (exclusive), within `node` or above it."""
+        up: Node | None = node
+        while up is not None and up is not self.root:
+            if up.depth < through:
+                up.live = max(up.live, min(up.pages, through - up.depth))
+            up = up.parent
+
+    def cut_at(self, node: Node, depth: int) -> Node:
+        """The node that begins exactly at page `depth`, splitting if need be (to `cut` it)."""
+        node, at = self.locate(node, depth)
+        if at:
+            self.split(node, at)
+        return node
+
+
+def _halves(held: array[int], at: int) -> tuple[array[int] | None, array[int] | None]:
+    """Handles before and after a split; a half without copies is None."""
+    first, last = held[:at], held[at:]
+    empty = b"\xff" * 8
+    return (
+        None if first.tobytes() == empty * len(first) else first,
+        None if last.tobytes() == empty * len(last) else last,
+    )
