@@ -165,7 +165,7 @@ class HostPool:
 
     def views(self, group: int, handle: int, item_bytes: int) -> list[npt.NDArray[np.uint8]]:
         """Writable views of the item's slots, in order, `item_bytes` in total."""
-        if handle < LISTED:
+        if 0 <= handle < LISTED:
             at = handle & OFFSET_MASK
             return [self._data[handle >> ARENA_SHIFT][at : at + item_bytes]]
         one = self._groups[group]
