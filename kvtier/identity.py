@@ -116,6 +116,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("spec.extras", "false for keyed caches (the key must cover extras)")
         if not 1 <= len(self.groups) <= 16:
             raise bad("spec.groups", "1..16 groups", len(self.groups))
+        if not self.keyed and all(g.kind is Kind.STATE for g in self.groups):
+            raise bad("spec.groups", "a full or window group (keep pure state in a keyed cache)")
         for number, group in enumerate(self.groups):
             self._check_group(f"spec.groups[{number}]", group)
 

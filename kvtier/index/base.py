@@ -33,7 +33,7 @@ class Cut(NamedTuple):
 class Index:
     """Nodes of one cache. Token caches use RadixIndex, keyed ones KeyedIndex; the rest is common.
 
-    Invariants (see `check`): a published page has a copy of every full group in some local tier; `refs` of a
+    Invariants (see `check`): a published page has a copy of every anchor group in some local tier; `refs` of a
     node is at least that of each child; counts and `below` agree with the handles.
     """
 
@@ -44,6 +44,8 @@ class Index:
         self.full = [n for n, g in enumerate(spec.groups) if g.kind is Kind.FULL]
         self.states = [n for n, g in enumerate(spec.groups) if g.kind is Kind.STATE]
         self.windows = [(n, g.window) for n, g in enumerate(spec.groups) if g.kind is Kind.WINDOW]
+        self.anchors = [] if spec.keyed else self.full or [self.windows[0][0]]
+        """Groups that every published page has a copy of in some local tier."""
         self.orders = orders
         self.root = Node(None, b"", 0, 0, self.groups, 0.0)
         self.root.chain = root_chain
@@ -103,6 +105,18 @@ class Index:
         assert held[at] != NO_COPY
         old, held[at] = held[at], handle
         return old
+
+    def forget(self, node: Node, at: int, tier: int, group: int) -> Dropped:
+        """Forget one copy of a group that is no anchor (its bytes were lost)."""
+        held = node.at[tier * self.groups + group]
+        assert held is not None
+        assert group not in self.anchors
+        gone = array("q", [held[at]])
+        held[at] = NO_COPY
+        node.count[tier] -= 1
+        if node.count[tier] == 0 and node.below[tier] == 0:
+            self._vanish(node, tier)
+        return Dropped(tier, group, gone)
 
     def drop(self, node: Node, lo: int, hi: int, tier: int) -> list[Dropped]:
         """Forget the tier's copies of pages [lo, hi), of every group; returns their handles."""
@@ -266,14 +280,11 @@ class Index:
     def _kept(self, node: Node) -> int:
         """Leading pages to keep: through the last published page whose required items some tier holds."""
         keep = 0
-        if self.full:
-            present = node.present(self.full[0])
-            for group in self.full[1:]:
-                present &= node.present(group)
-        else:
-            present = np.zeros(node.pages, dtype=bool)
-            for group in range(self.groups):
-                present |= node.present(group)
+        present = np.full(node.pages, fill_value=bool(self.anchors))
+        for group in self.anchors:
+            present &= node.present(group)
+        for group in () if self.anchors else range(self.groups):
+            present |= node.present(group)
         found = np.flatnonzero(present[: node.live])
         if found.size:
             keep = int(found[-1]) + 1
@@ -382,7 +393,7 @@ def _check_node(index: Index, node: Node) -> list[str]:
         wrong.append(f"{where}: {node.refs} leases, fewer than its children")
     wrong += [
         f"{where}: published page without group {group}"
-        for group in index.full
+        for group in index.anchors
         if not node.present(group)[: node.live].all()
     ]
     for tier in range(TIERS):

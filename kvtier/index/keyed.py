@@ -20,7 +20,6 @@ class KeyedIndex(Index):
     def __init__(self, spec: CacheSpec, root_chain: bytes, orders: Mapping[int, Order]) -> None:
         super().__init__(spec, root_chain, orders)
         self.stride = spec.stride + 1
-        self.full = []
 
     @staticmethod
     def name(group: int, key: bytes) -> bytes:

@@ -56,6 +56,16 @@ class RadixIndex(Index):
             node.time = max(node.time, now)
         return Found(node, end, pending)
 
+    def deepest(self, keys: bytes) -> tuple[Node, int]:
+        """Where the published part of the path ends, whatever the groups' rules say."""
+        node, end, _ = self._descend(keys)
+        return node, end
+
+    def known(self, keys: bytes) -> int:
+        """Pages of the path that are published or reserved by somebody."""
+        _, end, pending = self._descend(keys)
+        return end + pending
+
     def _descend(self, keys: bytes) -> tuple[Node, int, int]:
         """The node that holds the last published page of the longest shared path, its boundary, pages pending."""
         stride = self.stride
@@ -183,15 +193,15 @@ class RadixIndex(Index):
         while at < len(keys):
             child = None if node.children is None else node.children.get(keys[at : at + self.stride])
             if child is None:
-                return self._grow(node, keys[at:], now)
+                return self.grow(node, keys[at:], now)
             if not keys.startswith(child.edge, at):
                 child = self.split(child, self._common(child.edge, keys, at))
             at += len(child.edge)
             node = child
         return node
 
-    def _grow(self, parent: Node, edge: bytes, now: float) -> Node:
-        """A new unpublished leaf."""
+    def grow(self, parent: Node, edge: bytes, now: float) -> Node:
+        """A new unpublished leaf under `parent`, whose children must not begin with its first page."""
         node = Node(parent, edge, parent.end, len(edge) // self.stride, self.groups, now)
         self._attach(parent, edge[: self.stride], node)
         self.nodes += 1

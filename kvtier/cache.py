@@ -1,0 +1,97 @@
+"""One cache: its identity, its index and the memory its shape shares. Owned by the loop thread."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from typing import Any
+
+from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
+from kvtier.index import Dropped, KeyedIndex, Node, Order, RadixIndex
+from kvtier.tiers.host import HostPool, SlotState
+from kvtier.types import NO_COPY, Tier
+
+
+class Cache:
+    """KV of one format, in one trust scope, of one epoch."""
+
+    def __init__(
+        self, number: int, spec: CacheSpec, scope: str, epoch: int, pool: HostPool, orders: dict[int, Order]
+    ) -> None:
+        self.number = number
+        self.spec = spec
+        self.scope = scope
+        self.epoch = epoch
+        self.base = base_id(spec, scope)
+        self.id = cache_id(spec, scope, epoch)
+        self.shape = shape_of(spec)
+        self.item_bytes = tuple(g.item_bytes for g in spec.groups)
+        self.pool = pool
+        root = self.id[:CHAIN_BYTES]
+        self.index: RadixIndex | KeyedIndex
+        self.index = KeyedIndex(spec, root, orders) if spec.keyed else RadixIndex(spec, root, orders)
+        self.disk: int | None = None
+        """The disk tier's number of this cache, once it has one."""
+        self.retired = False
+        """An old epoch: nothing matches and nothing is stored any more."""
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def radix(self) -> RadixIndex:
+        """The index of a token cache."""
+        assert isinstance(self.index, RadixIndex)
+        return self.index
+
+    @property
+    def keyed(self) -> KeyedIndex:
+        """The index of a keyed cache."""
+        assert isinstance(self.index, KeyedIndex)
+        return self.index
+
+    def slot_cost(self, group: int) -> int:
+        """Arena bytes that one item of a group takes."""
+        return self.shape.slot_bytes[group] * self.shape.slots_per_item[group]
+
+    def views(self, group: int, handle: int) -> list[Any]:
+        """The bytes of an item in the arena: one uint8 array per slot."""
+        return self.pool.views(group, handle, self.item_bytes[group])
+
+    def free_host(self, group: int, handles: array[int] | list[int]) -> None:
+        """Slots back to the pool."""
+        if handles:
+            self.pool.free(group, handles)
+
+    def gather(self, node: Node, group: int, first: int, count: int, tier: int) -> array[int]:
+        """Handles of pages [first, first + count) of the path to `node`, NO_COPY where there is none."""
+        out = array("q", [NO_COPY]) * count
+        self._collect(node, first, count, out, lambda n: n.at[tier * self.index.groups + group])
+        return out
+
+    def gather_sums(self, node: Node, group: int, first: int, count: int) -> array[int]:
+        """Checksums of the same pages."""
+        out = array("Q", bytes(8 * count))
+        self._collect(node, first, count, out, lambda n: n.sums[group])
+        return out
+
+    @staticmethod
+    def _collect(node: Node, first: int, count: int, out: array[int], held: Any) -> None:
+        up: Node | None = node
+        end = first + count
+        while up is not None and up.end > first:
+            lo, hi = max(up.depth, first), min(up.end, end)
+            have = held(up)
+            if lo < hi and have is not None:
+                out[lo - first : hi - first] = have[lo - up.depth : hi - up.depth]
+            up = up.parent
+
+    def release(self, dropped: list[Dropped], disk: Any) -> None:
+        """Give copies that left the index back to the tiers that own them."""
+        for tier, group, handles in dropped:
+            if tier == Tier.HOST:
+                self.pool.free(group, handles)
+            elif tier == Tier.DISK and disk is not None:
+                disk.free(handles)
+
+    def settle_host(self, group: int, handles: array[int]) -> None:
+        """Mark freshly filled slots as holding cached pages."""
+        self.pool.mark(group, handles, SlotState.CACHED)

@@ -1,0 +1,174 @@
+"""Engine instances: who is attached, what each holds, and how much it may hold. Owned by the loop thread."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvtier.identity import CacheSpec, Slice
+from kvtier.index import Node
+from kvtier.types import Code, KvtierError, bad
+from kvtier.wire import Message, Open
+
+if TYPE_CHECKING:
+    from kvtier.cache import Cache
+    from kvtier.reserve import Reservation
+    from kvtier.tiers.region import Region
+
+MAX_PATHS = 4096
+MAX_PATH_BYTES = 256 << 20
+MAX_FINISHED = 4096
+
+
+class Path:
+    """A request handle: the page keys of one request so far. Pins nothing."""
+
+    __slots__ = ("cache", "keys", "request")
+
+    def __init__(self, cache: Cache, keys: bytes, request: str) -> None:
+        self.cache = cache
+        self.keys = keys
+        self.request = request
+
+
+class Lease:
+    """A hold on a path (token caches: one node) or on several keyed nodes."""
+
+    __slots__ = ("cache", "cost", "group", "nodes", "pages")
+
+    def __init__(self, cache: Cache, nodes: list[Node], pages: int, cost: int, group: int = 0) -> None:
+        self.cache = cache
+        self.nodes = nodes
+        self.pages = pages
+        self.cost = cost
+        self.group = group
+
+
+class Rank(NamedTuple):
+    """Which shard of a cache one process holds; bit 0 for processes that hold whole items."""
+
+    bit: int
+    slices: tuple[Slice, ...]
+
+
+class Process:
+    """One connected process of an instance."""
+
+    __slots__ = ("events", "instance", "left", "notify", "peer", "ranks")
+
+    def __init__(self, instance: Instance, peer: Any, notify: Callable[[Message], None], *, events: bool) -> None:
+        self.events = events
+        self.instance = instance
+        self.peer = peer
+        self.notify = notify
+        self.ranks: dict[int, Rank] = {}
+        """Cache number -> shard; a cache is usable by this process once it is here."""
+        self.left = False
+        """Its connection is closed without Bye; it may still touch its slots until its pidfd says it ended."""
+
+
+class Instance:
+    """One engine: its processes share leases, reservations, regions and caps."""
+
+    def __init__(self, name: str, scope: str, cap_bytes: int) -> None:
+        self.name = name
+        self.scope = scope
+        self.cap_bytes = cap_bytes
+        self.held_bytes = 0
+        self.gone = False
+        """All its processes are gone: what still runs for it must hand out nothing more."""
+        self.processes: set[Process] = set()
+        self.paths: OrderedDict[int, Path] = OrderedDict()
+        self.path_bytes = 0
+        self.leases: dict[int, Lease] = {}
+        self.reservations: dict[int, Reservation] = {}
+        self.finished: OrderedDict[int, int] = OrderedDict()
+        """Pages published of reservations that are over: a late commit of a replica is no error."""
+        self.regions: dict[int, Region] = {}
+        self.shards: dict[int, list[Rank]] = {}
+        """Cache number -> the distinct shards seen; a page is complete when they cover it."""
+
+    def charge(self, cost: int) -> None:
+        """Count bytes against the cap; raises over_cap."""
+        if self.held_bytes + cost > self.cap_bytes:
+            raise KvtierError(
+                Code.OVER_CAP, f"instance {self.name} holds {self.held_bytes} bytes of its cap of {self.cap_bytes}"
+            )
+        self.held_bytes += cost
+
+    def room(self) -> int:
+        """Bytes that may still be held."""
+        return self.cap_bytes - self.held_bytes
+
+    def add_path(self, number: int, path: Path) -> None:
+        """Remember a request; the longest unused ones are forgotten beyond the bounds."""
+        self.paths[number] = path
+        self.path_bytes += len(path.keys)
+        while len(self.paths) > MAX_PATHS or (self.path_bytes > MAX_PATH_BYTES and len(self.paths) > 1):
+            _, old = self.paths.popitem(last=False)
+            self.path_bytes -= len(old.keys)
+
+    def path(self, number: int) -> Path:
+        """The request of a handle; raises unknown."""
+        path = self.paths.get(number)
+        if path is None:
+            raise KvtierError(Code.UNKNOWN, f"no request handle {number} here (forgotten or foreign)", "handle")
+        self.paths.move_to_end(number)
+        return path
+
+    def forget(self, number: int) -> None:
+        """Drop a handle, if it is still known."""
+        path = self.paths.pop(number, None)
+        if path is not None:
+            self.path_bytes -= len(path.keys)
+
+    def finish(self, number: int, published: int) -> None:
+        """Remember how a reservation ended."""
+        self.reservations.pop(number, None)
+        self.finished[number] = published
+        if len(self.finished) > MAX_FINISHED:
+            self.finished.popitem(last=False)
+
+    def join_shard(self, cache: Cache, msg: Open) -> Rank:
+        """The shard a process declares, checked against the others of the instance.
+
+        Equal slices are replicas of one shard: one copy is stored, any of them may write it.
+        """
+        slices = msg.slices or tuple(Slice(0, g.layers, 0, g.heads) for g in cache.spec.groups)
+        check_slices(cache.spec, msg, slices)
+        known = self.shards.setdefault(cache.number, [])
+        for rank in known:
+            if rank.slices == slices:
+                return rank
+            if any(a.overlaps(b) for a, b in zip(rank.slices, slices, strict=True)):
+                raise bad("slices", "slices that equal or do not overlap those of the instance's other ranks", slices)
+        if len(known) >= 63:
+            raise bad("slices", "at most 63 distinct shards an instance")
+        rank = Rank(1 << len(known), slices)
+        known.append(rank)
+        return rank
+
+    def complete_mask(self, cache: Cache) -> int:
+        """Bits of the shards that together cover every cell; 0 while some are missing."""
+        known = self.shards.get(cache.number, ())
+        for number, group in enumerate(cache.spec.groups):
+            if sum(rank.slices[number].cells for rank in known) != group.layers * group.heads:
+                return 0
+        mask = 0
+        for rank in known:
+            mask |= rank.bit
+        return mask
+
+
+def check_slices(spec: CacheSpec, msg: Open, slices: tuple[Slice, ...]) -> None:
+    """Raise bad_request when a declared shard does not fit the spec."""
+    if not 1 <= msg.world <= 64:
+        raise bad("world", "1..64", msg.world)
+    if not -1 <= msg.rank < msg.world:
+        raise bad("rank", f"-1..{msg.world - 1}", msg.rank)
+    if len(slices) != len(spec.groups):
+        raise bad("slices", f"one slice per group ({len(spec.groups)})", len(slices))
+    for number, (part, group) in enumerate(zip(slices, spec.groups, strict=True)):
+        if not (0 <= part.l0 < part.l1 <= group.layers and 0 <= part.h0 < part.h1 <= group.heads):
+            raise bad(f"slices[{number}]", f"a slice of {group.layers} layers x {group.heads} heads", part)

@@ -1,0 +1,192 @@
+"""Verbs of keyed caches: exists, acquire and reserve by opaque key."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Awaitable
+
+from kvtier.cache import Cache
+from kvtier.index import Node
+from kvtier.instance import Instance, Lease, Process
+from kvtier.loads import Missing
+from kvtier.parts import Parts
+from kvtier.reserve import SETTLED, Reservation
+from kvtier.types import NO_COPY, Code, Presence, Tier, bad
+from kvtier.wire import Acquired, AcquireKeys, Existence, Exists, Items, Reserved, ReserveKeys
+
+MAX_KEYS = 1 << 16
+
+
+class Keys:
+    """Existence, leases and reservations per key."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def names(self, process: Process, number: int, group: int, keys: bytes) -> tuple[Cache, list[bytes]]:
+        """The cache and the index names of concatenated keys; raises bad_request or unknown."""
+        cache = self.parts.opened(process, number)
+        if not cache.spec.keyed:
+            raise bad("cache", "a keyed cache (this one has tokens: use match)", number)
+        if not 0 <= group < cache.index.groups:
+            raise bad("group", f"0..{cache.index.groups - 1}", group)
+        size = cache.spec.key_bytes
+        if len(keys) % size or len(keys) > size * MAX_KEYS:
+            raise bad("keys", f"1..{MAX_KEYS} keys of {size} bytes", len(keys))
+        return cache, [cache.keyed.name(group, keys[at : at + size]) for at in range(0, len(keys), size)]
+
+    def exists(self, process: Process, msg: Exists) -> Existence:
+        """One Presence byte per key."""
+        cache, names = self.names(process, msg.cache, msg.group, msg.keys)
+        found = cache.keyed.find
+        states = bytes(_presence(cache, found(name), msg.group) for name in names)
+        cache.counts["keys_asked"] += len(names)
+        cache.counts["keys_hit"] += len(names) - states.count(Presence.MISS) - states.count(Presence.PENDING)
+        return Existence(states)
+
+    # -- acquire -------------------------------------------------------------------------------------------------
+
+    def acquire(self, process: Process, msg: AcquireKeys) -> Acquired | Awaitable[Acquired]:
+        """Lease the keys that are there; waits only when some must come from disk."""
+        cache, names = self.names(process, msg.cache, msg.group, msg.keys)
+        deadline = self.parts.deadline(msg.wait_ms)
+        lease, nodes = self.hold(process.instance, cache, names, msg.group)
+        missing = self.missing(cache, nodes, msg.group)
+        if missing:
+            return self._load(process.instance, lease, nodes, missing, deadline)
+        return self._grant(process.instance, lease, nodes)
+
+    def hold(self, instance: Instance, cache: Cache, names: list[bytes], group: int) -> tuple[Lease, list[Node | None]]:
+        """Lease what is there of the keys, touching the deepest first so that the root is the warmest."""
+        nodes = [cache.keyed.find(name) for name in names]
+        nodes = [node if node is not None and node.live else None for node in nodes]
+        held = [node for node in nodes if node is not None]
+        cost = len(held) * cache.slot_cost(group)
+        instance.charge(cost)
+        now = self.parts.now()
+        for node in reversed(held):
+            cache.keyed.touch(node, now)
+            cache.index.lease(node)
+            now += 1e-9
+        return Lease(cache, held, len(names), cost, group), nodes
+
+    def drop(self, instance: Instance, lease: Lease) -> None:
+        """Undo hold."""
+        instance.held_bytes -= lease.cost
+        for node in lease.nodes:
+            self.parts.unlease(lease.cache, node)
+
+    def missing(self, cache: Cache, nodes: list[Node | None], group: int) -> list[Missing]:
+        """Held keys that are on disk and not in host."""
+        out = []
+        for node in nodes:
+            if node is not None:
+                out += self.parts.loads.missing(cache, node, [(group, 0, 1)])
+        return out
+
+    async def _load(
+        self, instance: Instance, lease: Lease, nodes: list[Node | None], missing: list[Missing], deadline: float
+    ) -> Acquired:
+        try:
+            await self.parts.loads.bring(lease.cache, missing, deadline)
+        except BaseException:
+            self.drop(instance, lease)
+            raise
+        return self._grant(instance, lease, nodes)
+
+    def _grant(self, instance: Instance, lease: Lease, nodes: list[Node | None]) -> Acquired:
+        """Register the lease and say where its items are; a key without a host copy gets -1."""
+        cache, group = lease.cache, lease.group
+        handles, sums = host_items(cache, nodes, group)
+        number = next(self.parts.numbers)
+        instance.leases[number] = lease
+        offsets = cache.pool.offsets(group, handles).tobytes()
+        cache.counts["pages_leased"] += len(lease.nodes)
+        return Acquired(number, len(nodes), (Items(group, 0, len(nodes), offsets, sums.tobytes()),))
+
+    # -- reserve ---------------------------------------------------------------------------------------------------
+
+    def reserve(self, process: Process, msg: ReserveKeys) -> Reserved | Awaitable[Reserved]:
+        """Slots for keys that are not there; waits only when room must be made."""
+        cache, names = self.names(process, msg.cache, msg.group, msg.keys)
+        if not names:
+            raise bad("keys", "at least one key")
+        deadline = self.parts.deadline(msg.wait_ms)
+        if cache.retired:
+            return Reserved(0, 0, refused=Code.UNKNOWN)
+        need = self.lack(process.instance, cache, names)
+        got = cache.pool.alloc(msg.group, need)
+        if len(got) == need:
+            return self.fill(process.instance, cache, names, msg.group, got, "")
+        cache.free_host(msg.group, got)
+        return self._reserve_later(process.instance, cache, names, msg.group, deadline)
+
+    async def _reserve_later(
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+    ) -> Reserved:
+        needs = [0] * cache.index.groups
+        needs[group] = self.lack(instance, cache, names)
+        got = await self.parts.space.take(cache, needs, deadline)
+        if cache.retired or instance.gone:
+            self.parts.space.give_back(cache, got)
+            return Reserved(0, 0, refused=Code.UNKNOWN)
+        return self.fill(instance, cache, names, group, got[group], Code.NO_SPACE)
+
+    @staticmethod
+    def lack(instance: Instance, cache: Cache, names: list[bytes]) -> int:
+        """How many slots to allocate: absent keys, within the cap. Every name has its group in front."""
+        absent = sum(1 for name in names if (node := cache.keyed.find(name)) is None or not node.live)
+        return min(absent, instance.room() // cache.slot_cost(names[0][0])) if names else 0
+
+    def fill(
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, got: array[int], short: str
+    ) -> Reserved:
+        """Make the reservation of as many leading keys as the slots cover."""
+        now = self.parts.now()
+        row: list[int] = []
+        used = 0
+        refused = ""
+        for name in names:
+            node = cache.keyed.find(name)
+            if node is not None and node.live:
+                row.append(NO_COPY)
+            elif used < len(got) and instance.held_bytes + (used + 1) * cache.slot_cost(group) <= instance.cap_bytes:
+                row.append(got[used])
+                used += 1
+            else:
+                refused = short or Code.OVER_CAP
+                break
+        cache.free_host(group, got[used:])
+        if not row:
+            return Reserved(0, 0, refused=refused)
+        nodes = [cache.keyed.ensure(name, now) for name in names[: len(row)]]
+        for node in nodes:
+            cache.index.lease(node)
+        handles = [array("q", [NO_COPY]) * len(row) for _ in range(cache.index.groups)]
+        handles[group] = array("q", row)
+        res = Reservation(next(self.parts.numbers), cache, instance, nodes, 0, handles)
+        res.state[:] = bytes(SETTLED if handle == NO_COPY else 0 for handle in row)
+        instance.held_bytes += res.cost
+        instance.reservations[res.number] = res
+        offsets = cache.pool.offsets(group, handles[group]).tobytes()
+        return Reserved(res.number, len(row), (Items(group, 0, len(row), offsets),), refused)
+
+
+def host_items(cache: Cache, nodes: list[Node | None], group: int) -> tuple[array[int], array[int]]:
+    """Host handle and checksum per key, NO_COPY and 0 where there is none."""
+    handles, sums = array("q"), array("Q")
+    for node in nodes:
+        handle = NO_COPY if node is None or node.dead else cache.index.get(node, 0, Tier.HOST, group)
+        kept = None if handle == NO_COPY or node is None else node.sums[group]
+        handles.append(handle)
+        sums.append(0 if kept is None else kept[0])
+    return handles, sums
+
+
+def _presence(cache: Cache, node: Node | None, group: int) -> Presence:
+    if node is None:
+        return Presence.MISS
+    for tier, answer in ((Tier.DEVICE, Presence.DEVICE), (Tier.HOST, Presence.HOST), (Tier.DISK, Presence.DISK)):
+        if node.live and cache.index.get(node, 0, tier, group) != NO_COPY:
+            return answer
+    return Presence.PENDING if node.refs else Presence.MISS

@@ -1,0 +1,142 @@
+"""Brings pages back from disk to host, each once however many wait for it, and verifies every byte on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from typing import NamedTuple
+
+from kvtier.cache import Cache
+from kvtier.index import Node, RadixIndex
+from kvtier.mover import Mover, batches
+from kvtier.space import Space
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import SlotState
+from kvtier.types import NO_COPY, Tier
+
+log = logging.getLogger("kvtier.loads")
+
+
+class Missing(NamedTuple):
+    """One item that is on disk and not in host."""
+
+    node: Node
+    group: int
+    page: int
+    disk: int
+    sum: int
+
+
+class Loads:
+    """Load-back. The caller holds a lease on the path; so does a load that outlives its caller."""
+
+    def __init__(self, disk: DiskTier | None, mover: Mover, space: Space, counts: Counter[str]) -> None:
+        self.disk = disk
+        self.mover = mover
+        self.space = space
+        self.counts = counts
+        self.moving: dict[tuple[int, int], asyncio.Task[None]] = {}
+        """(disk handle, group) -> the load that brings it."""
+
+    def missing(self, cache: Cache, node: Node, needed: list[tuple[int, int, int]]) -> list[Missing]:
+        """Items among (group, first, count) ranges of the path to `node` that host lacks and disk has."""
+        out = []
+        for group, first, count in needed:
+            host = cache.gather(node, group, first, count, Tier.HOST)
+            if NO_COPY not in host:
+                continue
+            disk = cache.gather(node, group, first, count, Tier.DISK)
+            sums = cache.gather_sums(node, group, first, count)
+            out += [
+                Missing(node, group, first + at, disk[at], sums[at])
+                for at, handle in enumerate(host)
+                if handle == NO_COPY and disk[at] != NO_COPY
+            ]
+        return out
+
+    async def bring(self, cache: Cache, missing: list[Missing], deadline: float) -> None:
+        """Load the items; returns when all are settled or at the deadline (loads then go on by themselves)."""
+        waits = self.start(cache, missing, deadline)
+        left = deadline - asyncio.get_running_loop().time()
+        if waits:
+            await asyncio.wait(waits, timeout=max(0.0, left))
+
+    def start(self, cache: Cache, missing: list[Missing], deadline: float) -> set[asyncio.Task[None]]:
+        """Begin loading what nobody loads yet; returns the loads that bring the items."""
+        fresh = [m for m in missing if (m.disk, m.group) not in self.moving]
+        waits = {self.moving[m.disk, m.group] for m in missing if (m.disk, m.group) in self.moving}
+        for batch in batches(fresh, lambda m: cache.item_bytes[m.group]):
+            for node in {m.node for m in batch}:
+                cache.index.lease(node)
+            task = asyncio.get_running_loop().create_task(self._load(cache, batch, deadline))
+            waits.add(task)
+            for m in batch:
+                self.moving[m.disk, m.group] = task
+        return waits
+
+    async def _load(self, cache: Cache, batch: list[Missing], deadline: float) -> None:
+        """Read one batch into fresh slots and publish what verified, under leases of its own."""
+        try:
+            needs = [sum(1 for m in batch if m.group == g) for g in range(cache.index.groups)]
+            got = await self.space.take(cache, needs, deadline)
+            plan = []
+            for m in batch:
+                if got[m.group]:
+                    plan.append((m, got[m.group].pop(0)))
+                else:
+                    self.counts["loads_no_space"] += 1
+            self.space.give_back(cache, got)
+            if plan:
+                await self._read(cache, plan)
+        except Exception:
+            log.exception("load failed")
+        finally:
+            for m in batch:
+                self.moving.pop((m.disk, m.group), None)
+            for node in {m.node for m in batch}:
+                self.space.unlease(cache, node)
+
+    async def _read(self, cache: Cache, plan: list[tuple[Missing, int]]) -> None:
+        disk = self.disk
+        assert disk is not None
+        for m, slot in plan:
+            cache.pool.mark(m.group, [slot], SlotState.FILLING)
+        requests = [(m.disk, m.group, cache.views(m.group, slot)) for m, slot in plan]
+        try:
+            results = await self.mover.run(disk.read, requests)
+        except BaseException:
+            for m, slot in plan:
+                cache.pool.free(m.group, [slot])
+            raise
+        lost = []
+        for (m, slot), reason in zip(plan, results, strict=True):
+            if reason or m.node.dead:
+                cache.pool.free(m.group, [slot])
+                if reason:
+                    lost.append((m, reason))
+                continue
+            where, at = cache.index.locate(m.node, m.page)
+            cache.pool.mark(m.group, [slot], SlotState.CACHED)
+            cache.index.put(where, at, Tier.HOST, m.group, [slot], [m.sum])
+            self.counts["pages_loaded_disk"] += 1
+            self.counts["bytes_disk_to_host"] += cache.item_bytes[m.group]
+        for m, reason in lost:
+            self._lose(cache, m, reason)
+
+    def _lose(self, cache: Cache, m: Missing, reason: str) -> None:
+        """A copy on disk is not what was stored: a miss, counted and logged; what depends on it is cut."""
+        self.counts[f"load_{reason}"] += 1
+        log.warning("cache %s page %d group %d: disk copy lost (%s)", cache.id.hex()[:12], m.page, m.group, reason)
+        if reason == "io" or m.node.dead:
+            return  # the device may come back; the bytes were not wrong
+        where, at = cache.index.locate(m.node, m.page)
+        if m.group not in cache.index.anchors and isinstance(cache.index, RadixIndex):
+            dropped = cache.index.forget(where, at, Tier.DISK, m.group)
+            cache.release([dropped], self.disk)
+            return
+        if isinstance(cache.index, RadixIndex):
+            where = cache.index.cut_at(where, m.page)
+        cut = cache.index.cut(where)
+        cache.release(cut.freed, self.disk)
+        self.counts["pages_cut"] += cut.pages

@@ -1,0 +1,128 @@
+"""What the verbs share: tiers, caches, counters and the clock. One of each per daemon, owned by the loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+
+from kvtier.cache import Cache
+from kvtier.graft import graft
+from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
+from kvtier.index import Node
+from kvtier.instance import Instance, Process
+from kvtier.loads import Loads
+from kvtier.mover import Mover
+from kvtier.persist import Persist
+from kvtier.reserve import Reservation
+from kvtier.space import Space
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import HostTier
+from kvtier.types import Code, KvtierError, Tier, bad
+
+
+class Parts:
+    """The tiers and everything that moves pages between them."""
+
+    def __init__(self, host: HostTier, disk: DiskTier | None) -> None:
+        self.host = host
+        self.disk = disk
+        self.counts: Counter[str] = Counter()
+        self.mover = Mover()
+        self.persist = Persist(disk, self.counts)
+        self.space = Space(host, self.persist, self.mover, self.counts)
+        self.loads = Loads(disk, self.mover, self.space, self.counts)
+        self.caches: dict[int, Cache] = {}
+        self.ids: dict[bytes, Cache] = {}
+        self.epochs: dict[bytes, int] = {}
+        """Newest epoch of each cache without its epoch (base_id); disk keeps them across restarts."""
+        self.numbers = itertools.count(1)
+        self.instances: dict[tuple[str, str], Instance] = {}
+        """Attached engines by (scope, name)."""
+        self.waiting: set[Reservation] = set()
+        """Reservations with complete pages whose parents are not served yet."""
+
+    @staticmethod
+    def now() -> float:
+        """Seconds that order uses."""
+        return time.monotonic()
+
+    @staticmethod
+    def deadline(wait_ms: int, field: str = "wait_ms") -> float:
+        """Loop time at which a request stops waiting; raises bad_request for one that waits too long."""
+        if not 0 <= wait_ms <= 600_000:
+            raise bad(field, "0..600000", wait_ms)
+        return asyncio.get_running_loop().time() + wait_ms / 1000
+
+    def epoch(self, base: bytes) -> int:
+        """The newest epoch known of a cache."""
+        known = self.epochs.get(base, 0)
+        return max(known, self.disk.epoch(base)) if self.disk is not None else known
+
+    def cache(self, spec: CacheSpec, scope: str, epoch: int) -> Cache:
+        """The cache of that identity, made on first use."""
+        found = self.ids.get(cache_id(spec, scope, epoch))
+        if found is not None:
+            return found
+        pool = self.host.pool(scope, shape_of(spec))
+        orders = {Tier.HOST: self.space.order_of(pool), Tier.DISK: self.persist.order}
+        cache = Cache(next(self.numbers), spec, scope, epoch, pool, dict(orders))
+        self.caches[cache.number] = self.ids[cache.id] = cache
+        self.space.caches[cache.index] = self.persist.caches[cache.index] = cache
+        self.epochs[cache.base] = max(epoch, self.epochs.get(cache.base, 0))
+        return cache
+
+    def opened(self, process: Process, number: int) -> Cache:
+        """A cache that this process opened; raises unknown."""
+        if number not in process.ranks:
+            raise KvtierError(Code.UNKNOWN, f"this process has not opened cache {number}", "cache")
+        return self.caches[number]
+
+    def unlease(self, cache: Cache, node: Node) -> None:
+        """Let a path go, freeing what was doomed on it."""
+        self.space.unlease(cache, node)
+
+    def retire(self, cache: Cache) -> None:
+        """Free everything of a cache; what engines still hold goes when they let go of it."""
+        cache.retired = True
+        for node in list((cache.index.root.children or {}).values()):
+            cache.release(cache.index.cut(node).freed, self.disk)
+        if cache.disk is not None and self.disk is not None:
+            self.disk.drop_cache(cache.disk)
+            cache.disk = None
+
+    def restore(self) -> None:
+        """Rebuild the indexes from the disk tier's catalogue."""
+        if self.disk is None:
+            return
+        places: dict[int, dict[bytes, tuple[Node, int]]] = {}
+        for number, record in self.disk.caches().items():
+            if record.epoch < self.disk.epoch(base_id(record.spec, record.scope)):
+                self.disk.drop_cache(number)
+                continue
+            cache = self.cache(record.spec, record.scope, record.epoch)
+            cache.disk = number
+            places[number] = {cache.id[:CHAIN_BYTES]: (cache.index.root, 0)}
+        by_disk = {c.disk: c for c in self.caches.values() if c.disk is not None}
+        for run in self.disk.load():
+            cache = by_disk.get(run.cache)
+            if cache is None or not graft(cache, run, places[run.cache]):
+                self.disk.forget(run.id)
+                self.counts["orphan_runs"] += 1
+
+    def check(self) -> list[str]:
+        """Broken invariants of the whole store, in words."""
+        wrong = list(self.host.check())
+        if self.disk is not None:
+            wrong += self.disk.check()
+        for cache in self.caches.values():
+            wrong += [f"cache {cache.number}: {line}" for line in cache.index.check()]
+        return wrong
+
+    def close(self) -> None:
+        """Stop the threads, then the tiers."""
+        self.mover.close()
+        if self.disk is not None:
+            self.disk.close()
+        self.host.close()

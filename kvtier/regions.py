@@ -1,0 +1,220 @@
+"""Verbs of regions: register an engine's own memory, load items into its rows, store its rows as items."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.cache import Cache
+from kvtier.commits import Commits
+from kvtier.instance import Instance, Lease, Process
+from kvtier.keyed import Keys, host_items
+from kvtier.parts import Parts
+from kvtier.reserve import OPEN, Reservation
+from kvtier.tiers.region import Region
+from kvtier.transfer import Moved, Piece, move
+from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
+from kvtier.wire import Load, Loaded, Ok, Register, Registered, Store, Stored, Unregister
+
+MAX_ROWS = 1 << 16
+
+
+class Source(NamedTuple):
+    """Items to load: their cache, and per row the arena handle (or NO_COPY) and checksum."""
+
+    cache: Cache
+    handles: list[int]
+    sums: list[int]
+
+
+class Regions:
+    """Engines' own host memory as source and destination."""
+
+    def __init__(self, parts: Parts, keys: Keys, commits: Commits) -> None:
+        self.parts = parts
+        self.keys = keys
+        self.commits = commits
+        self.running: Counter[int] = Counter()
+        """Transfers per region."""
+
+    def register(self, instance: Instance, msg: Register, fd: int) -> Registered:
+        """Map (or keep) the memory behind `fd`; raises bad_request for an fd that is not what was said."""
+        if not msg.name or len(msg.name) > 128:
+            raise bad("name", "1..128 characters", msg.name)
+        if len(instance.regions) >= 64:
+            raise KvtierError(Code.OVER_CAP, "an instance registers at most 64 regions")
+        region = Region(fd, msg.offset, msg.stride, msg.rows, msg.name)
+        number = next(self.parts.numbers)
+        instance.regions[number] = region
+        return Registered(number, region.mapped)
+
+    def unregister(self, process: Process, msg: Unregister) -> Ok:
+        """Forget a region that no transfer uses."""
+        self._region(process, msg.region)
+        if self.running[msg.region]:
+            raise KvtierError(Code.BUSY, f"{self.running[msg.region]} transfers run on it", "region")
+        process.instance.regions.pop(msg.region).close()
+        return Ok()
+
+    def drop_all(self, instance: Instance) -> None:
+        """The instance ended: close its regions, those in use when their last transfer ends."""
+        for number in list(instance.regions):
+            if not self.running[number]:
+                instance.regions.pop(number).close()
+
+    def _region(self, process: Process, number: int) -> Region:
+        region = process.instance.regions.get(number)
+        if region is None:
+            raise KvtierError(Code.UNKNOWN, f"no region {number} here", "region")
+        return region
+
+    def _rows(self, process: Process, msg: Load | Store, cache: Cache) -> list[int]:
+        """Row numbers of a transfer, all within the region; raises bad_request."""
+        region = self._region(process, msg.region)
+        if len(msg.rows) % 8 or len(msg.rows) > 8 * MAX_ROWS:
+            raise bad("rows", f"at most {MAX_ROWS} int64 row numbers", len(msg.rows))
+        rows = np.frombuffer(msg.rows, "<i8")
+        if rows.size and (rows.min() < -1 or rows.max() >= region.rows):
+            raise bad("rows", f"-1..{region.rows - 1}")
+        if not 0 <= msg.group < cache.index.groups:
+            raise bad("group", f"0..{cache.index.groups - 1}", msg.group)
+        if cache.item_bytes[msg.group] > region.row_bytes:
+            raise bad("region", f"rows of at least {cache.item_bytes[msg.group]} bytes", region.row_bytes)
+        return [int(row) for row in rows]
+
+    async def _move(self, process: Process, number: int, pieces: list[Piece], *, load: bool) -> list[Moved]:
+        self.running[number] += 1
+        try:
+            return await move(self.parts.mover, self._region(process, number), pieces, load=load)
+        finally:
+            self.running[number] -= 1
+            if process.instance.gone and not self.running[number]:
+                process.instance.regions.pop(number).close()
+
+    # -- load ----------------------------------------------------------------------------------------------------
+
+    async def load(self, process: Process, msg: Load) -> Loaded:
+        """Copy verified items into rows. Ends only when the daemon writes there no more, also when cancelled."""
+        deadline = self.parts.deadline(msg.wait_ms)
+        if msg.lease:
+            lease = process.instance.leases.get(msg.lease)
+            if lease is None:
+                raise KvtierError(Code.UNKNOWN, f"no lease {msg.lease} here", "lease")
+            rows = self._rows(process, msg, lease.cache)
+            held = Lease(lease.cache, lease.nodes, lease.pages, 0, lease.group)
+            for node in held.nodes:
+                held.cache.index.lease(node)
+            source = self._leased(lease, msg, len(rows))
+        else:
+            cache, names = self.keys.names(process, msg.cache, msg.group, msg.keys)
+            rows = self._rows(process, msg, cache)
+            if len(rows) != len(names):
+                raise bad("rows", f"one row per key ({len(names)})", len(rows))
+            held, nodes = self.keys.hold(process.instance, cache, names, msg.group)
+            await self._bring(process, held, nodes, msg.group, deadline)
+            source = Source(cache, *map(list, host_items(cache, nodes, msg.group)))
+        try:
+            return await self._copy_out(process, msg, source, rows)
+        finally:
+            self.keys.drop(process.instance, held)
+
+    async def _bring(self, process: Process, held: Lease, nodes: list, group: int, deadline: float) -> None:  # type: ignore[type-arg]
+        try:
+            await self.parts.loads.bring(held.cache, self.keys.missing(held.cache, nodes, group), deadline)
+        except BaseException:
+            self.keys.drop(process.instance, held)
+            raise
+
+    @staticmethod
+    def _leased(lease: Lease, msg: Load, count: int) -> Source:
+        """Items of pages [first, first + count) that a lease covers."""
+        cache = lease.cache
+        if cache.spec.keyed or msg.first < 0 or msg.first + count > lease.pages:
+            raise bad("first", f"pages within the lease's {lease.pages}", msg.first)
+        handles = cache.gather(lease.nodes[0], msg.group, msg.first, count, Tier.HOST)
+        sums = cache.gather_sums(lease.nodes[0], msg.group, msg.first, count)
+        return Source(cache, list(handles), list(sums))
+
+    async def _copy_out(self, process: Process, msg: Load, source: Source, rows: list[int]) -> Loaded:
+        done = bytearray(len(rows))
+        plan = [
+            (at, Piece(row, source.cache.views(msg.group, source.handles[at]), source.sums[at]))
+            for at, row in enumerate(rows)
+            if row >= 0 and source.handles[at] != NO_COPY
+        ]
+        moved = await self._move(process, msg.region, [piece for _, piece in plan], load=True)
+        for (at, _), result in zip(plan, moved, strict=True):
+            done[at] = not result.error
+            if result.error:
+                self.parts.counts[f"region_load_{result.error}"] += 1
+        self.parts.counts["bytes_host_to_region"] += sum(done) * source.cache.item_bytes[msg.group]
+        return Loaded(bytes(done))
+
+    # -- store ---------------------------------------------------------------------------------------------------
+
+    async def store(self, process: Process, msg: Store) -> Stored:
+        """Copy rows in: under keys (then served at once), or into a reservation's slots (commit follows)."""
+        if msg.reservation:
+            return await self._into_reservation(process, msg)
+        cache, names = self.keys.names(process, msg.cache, msg.group, msg.keys)
+        rows = self._rows(process, msg, cache)
+        if len(rows) != len(names) or not rows or min(rows) < 0:
+            raise bad("rows", f"one row per key ({len(names)})", len(rows))
+        needs = [0] * cache.index.groups
+        needs[msg.group] = self.keys.lack(process.instance, cache, names)
+        got = await self.parts.space.take(cache, needs, self.parts.deadline(msg.wait_ms))
+        reply = self.keys.fill(process.instance, cache, names, msg.group, got[msg.group], Code.NO_SPACE)
+        done = bytearray(len(rows))
+        if reply.reservation:
+            res = process.instance.reservations[reply.reservation]
+            done[: res.pages] = bytes(state != OPEN for state in res.state)
+            await self._read_rows(process, msg, res, rows, done)
+        return Stored(bytes(done), reply.refused)
+
+    async def _read_rows(
+        self, process: Process, msg: Store, res: Reservation, rows: list[int], done: bytearray
+    ) -> None:
+        """Fill a keyed reservation from rows and serve what came in whole."""
+        at = [n for n in range(res.pages) if res.state[n] == OPEN]
+        pieces = [Piece(rows[n], res.cache.views(msg.group, res.handles[msg.group][n]), 0) for n in at]
+        sums: dict[tuple[int, int], int] = {}
+        res.hashing += 1
+        try:
+            for n, result in zip(at, await self._move(process, msg.region, pieces, load=False), strict=True):
+                if not result.error:
+                    sums[msg.group, n] = result.sum
+        finally:
+            res.hashing -= 1
+            filled = [n for _, n in sums]
+            for n in filled:
+                res.mark(process, n, 1)
+                done[n] = 1
+            res.abandon()
+            res.acks.add(process)
+            answer = self.commits.complete(process, res, filled, sums=sums)
+            assert not asyncio.iscoroutine(answer)
+            self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]
+
+    async def _into_reservation(self, process: Process, msg: Store) -> Stored:
+        res = process.instance.reservations.get(msg.reservation)
+        if res is None:
+            raise KvtierError(Code.UNKNOWN, f"no reservation {msg.reservation} here", "reservation")
+        rows = self._rows(process, msg, res.cache)
+        first = msg.first - res.start
+        if first < 0 or first + len(rows) > res.pages:
+            raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", msg.first)
+        handles = res.handles[msg.group][first : first + len(rows)]
+        at = [n for n, row in enumerate(rows) if row >= 0 and handles[n] != NO_COPY and res.state[first + n] == OPEN]
+        pieces = [Piece(rows[n], res.cache.views(msg.group, handles[n]), 0) for n in at]
+        done = bytearray(handle == NO_COPY for handle in handles)
+        res.hashing += 1
+        try:
+            for n, result in zip(at, await self._move(process, msg.region, pieces, load=False), strict=True):
+                done[n] = not result.error
+        finally:
+            res.hashing -= 1
+            self.commits.settle(res)
+        return Stored(bytes(done))

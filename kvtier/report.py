@@ -1,0 +1,147 @@
+"""What operators ask: status, caches, tree, check. Reads the store, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import psutil
+
+from kvtier import wire
+from kvtier.cache import Cache
+from kvtier.index import Node
+from kvtier.parts import Parts
+from kvtier.types import Code, KvtierError, Tier, bad
+
+
+class Report:
+    """Plain trees of names and values."""
+
+    def __init__(self, parts: Parts, version: str) -> None:
+        self.parts = parts
+        self.version = version
+        self.started = time.time()
+
+    def stat(self, msg: wire.Stat) -> wire.Info:
+        """Counters that any engine may see."""
+        del msg
+        return wire.Info({"version": self.version, "counters": dict(self.parts.counts), "tiers": self._tiers()})
+
+    def _tiers(self) -> dict[str, object]:
+        host, disk = self.parts.host, self.parts.disk
+        tiers: dict[str, object] = {
+            "host": {"budget_bytes": host.budget_bytes, "used_bytes": host.used_bytes, "free_bytes": host.free_bytes}
+        }
+        if disk is not None:
+            tiers["disk"] = {
+                "capacity_bytes": disk.capacity_bytes,
+                "used_bytes": disk.used_bytes,
+                "free_bytes": disk.free_bytes,
+                "sick": disk.sick,
+                **disk.stats,
+            }
+        return tiers
+
+    def status(self, msg: wire.Status) -> wire.Info:
+        """Everything about tiers, instances and counters."""
+        del msg
+        parts = self.parts
+        instances = [
+            {
+                "instance": i.name,
+                "scope": i.scope,
+                "pids": [p.peer.pid for p in i.processes],
+                "left": sum(p.left for p in i.processes),
+                "leases": len(i.leases),
+                "reservations": len(i.reservations),
+                "held_bytes": i.held_bytes,
+                "cap_bytes": i.cap_bytes,
+                "regions": len(i.regions),
+            }
+            for i in parts.instances.values()
+        ]
+        return wire.Info(
+            {
+                "version": self.version,
+                "pid": os.getpid(),
+                "uptime_s": round(time.time() - self.started, 1),
+                "rss_bytes": psutil.Process().memory_info().rss,
+                "tiers": self._tiers(),
+                "caches": len(parts.caches),
+                "pages": sum(c.index.pages for c in parts.caches.values()),
+                "instances": instances,
+                "moving": {"jobs": parts.mover.running, "disk_queue_pages": parts.persist.queued_pages},
+                "counters": dict(parts.counts),
+            }
+        )
+
+    def caches(self, msg: wire.Caches) -> wire.Info:
+        """One row per cache."""
+        del msg
+        return wire.Info({"caches": [_row(c) for c in self.parts.caches.values()]})
+
+    def tree(self, msg: wire.Tree) -> wire.Info:
+        """Nodes of one cache, depth first; `left_off` says how many were not shown."""
+        if not 1 <= msg.limit <= 100_000 or not 1 <= msg.depth <= 10_000:
+            raise bad("limit", "1..100000 nodes and a depth of 1..10000", (msg.limit, msg.depth))
+        found = [c for c in self.parts.caches.values() if c.id.hex().startswith(msg.cache.lower())]
+        if len(found) != 1:
+            raise KvtierError(Code.UNKNOWN, f"{len(found)} caches have an id that begins with it", "cache")
+        cache = found[0]
+        rows: list[dict[str, Any]] = []
+        stack = [(n, 0) for n in (cache.index.root.children or {}).values()]
+        shown = 0
+        while stack and shown < msg.limit:
+            node, level = stack.pop()
+            rows.append(_node(cache, node, level))
+            shown += 1
+            if level + 1 < msg.depth:
+                stack += [(n, level + 1) for n in (node.children or {}).values()]
+        return wire.Info({"cache": _row(cache), "nodes": rows, "left_off": cache.index.nodes - shown})
+
+    def check(self, msg: wire.Check) -> wire.Info:
+        """Broken invariants, and what is held while nobody is attached."""
+        del msg
+        return wire.Info({"broken": self.parts.check()})
+
+
+def _row(cache: Cache) -> dict[str, Any]:
+    return {
+        "number": cache.number,
+        "id": cache.id.hex(),
+        "model": cache.spec.model,
+        "revision": cache.spec.revision,
+        "kv_dtype": cache.spec.kv_dtype,
+        "adapter": cache.spec.adapter,
+        "scope": cache.scope,
+        "epoch": cache.epoch,
+        "keyed": cache.spec.keyed,
+        "page_tokens": cache.spec.page_tokens,
+        "page_bytes": sum(cache.item_bytes),
+        "retired": cache.retired,
+        "nodes": cache.index.nodes,
+        "pages": cache.index.pages,
+        "tiers": {
+            tier.name.lower(): total for tier in Tier if (total := sum(node.count[tier] for node in cache.index.walk()))
+        },
+        "counters": dict(cache.counts),
+    }
+
+
+def _node(cache: Cache, node: Node, level: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "level": level,
+        "first_page": node.depth,
+        "pages": node.pages,
+        "live": node.live,
+        "leases": node.refs,
+        "tiers": {tier.name.lower(): node.count[tier] for tier in Tier if node.count[tier]},
+        "children": len(node.children or ()),
+    }
+    if cache.spec.keyed:
+        row["key"] = node.edge[1:].hex()
+        row["group"] = node.edge[0]
+    else:
+        row["tokens"] = list(memoryview(node.edge[: min(32, len(node.edge) // 4 * 4)]).cast("i"))
+    return row

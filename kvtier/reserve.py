@@ -1,0 +1,205 @@
+"""Reservations: slots that an engine fills, and the rule by which filled pages become served.
+
+A page is complete when the instance's shards cover it, served when its checksum is taken and every page before it is
+served. Two engines may fill the same page: the first wins and the other's slots return.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+from kvtier.cache import Cache
+from kvtier.index import Node
+from kvtier.instance import Instance, Process
+from kvtier.tiers.host import SlotState
+from kvtier.types import NO_COPY, Tier
+
+OPEN, HASHING, COMPLETE, SETTLED, ABORTED = range(5)
+
+
+class Reservation:
+    """Pages [start, start + pages) of a path (or that many keys), with this instance's slots for them."""
+
+    def __init__(
+        self, number: int, cache: Cache, instance: Instance, nodes: list[Node], start: int, handles: list[array[int]]
+    ) -> None:
+        self.number = number
+        self.cache = cache
+        self.instance = instance
+        self.nodes = nodes
+        """Token cache: the one node that ends the path. Keyed: one node per key."""
+        self.start = start
+        self.handles = handles
+        self.pages = len(handles[0])
+        self.state = bytearray(self.pages)
+        self.marks = array("Q", bytes(8 * self.pages))
+        self.sums = [array("Q", bytes(8 * self.pages)) for _ in handles]
+        self.published = 0
+        self.next = 0
+        """Token cache: the first page that is not settled."""
+        self.hashing = 0
+        self.over = False
+        self.acks: set[Process] = set()
+        """Processes that will write no more."""
+        self.cost = sum(self._cost(at) for at in range(self.pages))
+
+    def _cost(self, at: int) -> int:
+        return sum(self.cache.slot_cost(g) for g, held in enumerate(self.handles) if held[at] != NO_COPY)
+
+    @property
+    def waiting(self) -> int:
+        """Complete pages that are not served yet."""
+        return self.state.count(COMPLETE)
+
+    def mark(self, process: Process, first: int, pages: int) -> list[int]:
+        """Note that a process filled its shard of positions [first, first + pages); returns those now complete."""
+        rank = process.ranks[self.cache.number]
+        full = self.instance.complete_mask(self.cache)
+        out = []
+        for at in range(first, first + pages):
+            if self.state[at] != OPEN:
+                continue
+            self.marks[at] |= rank.bit
+            if full and self.marks[at] & full == full:
+                self.state[at] = HASHING
+                out.append(at)
+        return out
+
+    def summed(self, positions: list[int], sums: dict[tuple[int, int], int]) -> None:
+        """Checksums of complete pages, by (group, position)."""
+        for (group, at), value in sums.items():
+            self.sums[group][at] = value
+        for at in positions:
+            if self.state[at] == HASHING:
+                self.state[at] = COMPLETE
+
+    def items(self, positions: list[int]) -> list[tuple[int, int, int]]:
+        """(group, position, handle) of the slots at these positions."""
+        return [(g, at, held[at]) for g, held in enumerate(self.handles) for at in positions if held[at] != NO_COPY]
+
+    # -- token caches -----------------------------------------------------------------------------------------
+
+    def publish(self, now: float) -> tuple[int, int]:
+        """Serve complete pages in order; returns the absolute range [first, end) that is new."""
+        cache, index = self.cache, self.cache.radix
+        first = self.start + self.next
+        while self.next < self.pages and self.state[self.next] in {COMPLETE, SETTLED}:
+            if self.state[self.next] == SETTLED:
+                self.next += 1
+                continue
+            node, at = index.locate(self.nodes[0], self.start + self.next)
+            parent = node.parent
+            if node.dead or parent is None or at > node.live or parent.live < parent.pages:
+                break
+            if at < node.live:
+                self._merge(node, at)
+            else:
+                count = self._stretch(min(node.pages - at, self.pages - self.next))
+                self._serve(node, at, count)
+                index.publish(node, node.depth + at + count)
+                node.time = max(node.time, now)
+        end = self.start + self.next
+        self.published += end - first
+        cache.counts["pages_published"] += end - first
+        return first, end
+
+    def _stretch(self, most: int) -> int:
+        """How many complete pages follow each other from `next`, at most `most`."""
+        count = 0
+        while count < most and self.state[self.next + count] == COMPLETE:
+            count += 1
+        return count
+
+    def _serve(self, node: Node, at: int, count: int) -> None:
+        """Hand the slots of `count` pages to the index."""
+        lo, hi = self.next, self.next + count
+        for group, held in enumerate(self.handles):
+            part = held[lo:hi]
+            mine = part if part.count(NO_COPY) == 0 else array("q", [h for h in part if h != NO_COPY])
+            if mine:
+                self.cache.settle_host(group, mine)
+                self.cache.index.put(node, at, Tier.HOST, group, part, self.sums[group][lo:hi])
+        self._settled(lo, hi)
+        self.next = hi
+
+    def _merge(self, node: Node, at: int) -> None:
+        """Somebody served this page first: fill what it lacks, give the rest back."""
+        index = self.cache.index
+        for group, held in enumerate(self.handles):
+            handle = held[self.next]
+            if handle == NO_COPY:
+                continue
+            if any(index.get(node, at, tier, group) != NO_COPY for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)):
+                self.cache.free_host(group, [handle])
+            else:
+                self.cache.settle_host(group, array("q", [handle]))
+                index.put(node, at, Tier.HOST, group, [handle], [self.sums[group][self.next]])
+        self._settled(self.next, self.next + 1)
+        self.next += 1
+
+    def _settled(self, lo: int, hi: int) -> None:
+        """Positions whose slots are no longer this reservation's."""
+        freed = sum(self._cost(at) for at in range(lo, hi))
+        self.cost -= freed
+        self.instance.held_bytes -= freed
+        for group in range(len(self.handles)):
+            self.handles[group][lo:hi] = array("q", [NO_COPY]) * (hi - lo)
+        self.state[lo:hi] = bytes([SETTLED]) * (hi - lo)
+
+    # -- keyed caches -------------------------------------------------------------------------------------------
+
+    def publish_keys(self, positions: list[int], now: float) -> list[int]:
+        """Serve complete keys, whatever the others do; returns the positions that are new."""
+        index = self.cache.keyed
+        out = []
+        for at in positions:
+            node = self.nodes[at]
+            if self.state[at] != COMPLETE or node.dead:
+                continue
+            self.next = at
+            if node.live:
+                self._merge(node, 0)
+            else:
+                self._serve(node, 0, 1)
+                node.live = 1
+                index.touch(node, now)
+                out.append(at)
+            self.published += 1
+        self.cache.counts["pages_published"] += len(out)
+        return out
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to fill or to serve."""
+        return self.state.count(SETTLED) == self.pages
+
+    def abandon(self) -> None:
+        """No page that is not complete will be any more."""
+        for at in range(self.pages):
+            if self.state[at] == OPEN:
+                self.state[at] = ABORTED
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the next page to serve was aborted, so that nothing after it can be served."""
+        if self.cache.spec.keyed:
+            return self.state.count(OPEN) + self.state.count(HASHING) == 0
+        return self.next < self.pages and self.state[self.next] == ABORTED
+
+    def drop(self, unlease: Callable[[Cache, Node], None], *, quarantine: bool) -> None:
+        """End it: what is not served goes back to the pool (or is quarantined until its writers are gone)."""
+        left = self.items([at for at in range(self.pages) if self.state[at] != SETTLED])
+        for group, _, handle in left:
+            if quarantine:
+                self.cache.pool.mark(group, [handle], SlotState.QUARANTINED)
+            else:
+                self.cache.free_host(group, [handle])
+        if quarantine:
+            return
+        self._settled(0, self.pages)
+        self.over = True
+        for node in self.nodes:
+            unlease(self.cache, node)

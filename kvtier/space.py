@@ -1,0 +1,201 @@
+"""Makes room in the host tier: evict the coldest leaves, wait for disk writes, take slabs from richer pools."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvtier.cache import Cache
+from kvtier.index import Index, Node, Order
+from kvtier.mover import Mover, copy_items
+from kvtier.persist import Persist
+from kvtier.tiers.host import HostPool, HostTier, Slab, SlotState
+from kvtier.types import NO_COPY, Tier
+
+STEAL_TRIES = 4
+
+
+class Space:
+    """Slots for caches, from free memory or from whoever needs theirs least."""
+
+    def __init__(self, host: HostTier, persist: Persist, mover: Mover, counts: Counter[str]) -> None:
+        self.host = host
+        self.persist = persist
+        self.mover = mover
+        self.counts = counts
+        self.caches: dict[Index, Cache] = {}
+        """Caches by their index: orders speak of indexes."""
+        self.orders: dict[HostPool, Order] = {}
+
+    def order_of(self, pool: HostPool) -> Order:
+        """The leaves whose eviction frees slots of this pool."""
+        return self.orders.setdefault(pool, Order(Tier.HOST))
+
+    async def take(self, cache: Cache, needs: list[int], deadline: float) -> list[array[int]]:
+        """Up to needs[group] reserved slots' handles per group; fewer when no room could be made by `deadline`.
+
+        `deadline` is in the loop's time. Free memory first; then clean cold pages; then, within the deadline, pages
+        that wait for disk and slabs of pools above their fair share.
+        """
+        loop = asyncio.get_running_loop()
+        got = [cache.pool.alloc(group, n) if n else array("q") for group, n in enumerate(needs)]
+        while True:
+            missing = [n - len(have) for n, have in zip(needs, got, strict=True)]
+            if not any(missing):
+                return got
+            progress = self.evict(cache.pool, missing)
+            if not progress and loop.time() < deadline:
+                progress = await self._wait_or_steal(cache.pool, missing, deadline)
+            for group, n in enumerate(missing):
+                if n:
+                    got[group].extend(cache.pool.alloc(group, n))
+            if not progress:
+                return got
+
+    def give_back(self, cache: Cache, got: list[array[int]]) -> None:
+        """Slots that were taken and not used."""
+        for group, handles in enumerate(got):
+            cache.free_host(group, handles)
+
+    # -- eviction --------------------------------------------------------------------------------------------
+
+    def evict(self, pool: HostPool, missing: list[int]) -> bool:
+        """Drop cold clean pages until `missing` items per group fit; False when nothing could be dropped.
+
+        A page that no tier but host holds is offered to disk first; only where that is refused is it lost.
+        """
+        order = self.order_of(pool)
+        left = list(missing)
+        progress = False
+        while any(n > 0 for n in left):
+            taken = order.pop()
+            if taken is None:
+                break
+            index, node = taken
+            cache = self.caches[index]
+            lo, hi = index.tail(node, Tier.HOST)
+            lo = self._unsaved_from(cache, node, lo, hi)
+            if lo < hi and self.persist.offer(cache, node, node.depth + lo, node.depth + hi):
+                continue  # held until written; comes back to the order then
+            lo, hi = index.tail(node, Tier.HOST)
+            if self._unsaved_from(cache, node, lo, hi) < hi:
+                self.counts["pages_lost_unsaved"] += hi - lo
+            for dropped in index.drop(node, lo, hi, Tier.HOST):
+                cache.pool.free(dropped.group, dropped.handles)
+                left[dropped.group] -= len(dropped.handles)
+                progress = True
+            self.counts["pages_evicted_host"] += hi - lo
+            self.counts["evictions_host"] += 1
+            index.settle(node)
+            index.requeue(node, Tier.HOST)
+        return progress
+
+    @staticmethod
+    def _unsaved_from(cache: Cache, node: Node, lo: int, hi: int) -> int:
+        """First page of [lo, hi) with an item that only host holds; hi when all are saved."""
+        first = hi
+        for group in range(cache.index.groups):
+            host = node.handles(Tier.HOST, group)
+            if host is None:
+                continue
+            disk = node.handles(Tier.DISK, group)
+            only = host[lo:hi] != NO_COPY
+            if disk is not None:
+                only &= disk[lo:hi] == NO_COPY
+            if only.any():
+                first = min(first, lo + int(only.argmax()))
+        return first
+
+    async def _wait_or_steal(self, pool: HostPool, missing: list[int], deadline: float) -> bool:
+        """Get room from elsewhere: a poorer pool takes a slab, else what is being written comes free."""
+        if self._poor(pool) and await self._steal(pool):
+            return True
+        if await self.persist.progress(deadline):
+            return True
+        del missing
+        return not self._poor(pool) and await self._steal(pool)
+
+    # -- slabs of other pools -----------------------------------------------------------------------------------
+
+    def _poor(self, pool: HostPool) -> bool:
+        """Whether a pool has less than its fair share of the budget."""
+        owners = sum(1 for p in self.host.pools if p.total_bytes) + (0 if pool.total_bytes else 1)
+        return pool.total_bytes < self.host.budget_bytes // max(1, owners)
+
+    async def _steal(self, pool: HostPool) -> bool:
+        """Empty one slab of the richest other pool; True when memory went back to the budget."""
+        donors = sorted((p for p in self.host.pools if p is not pool and p.total_bytes), key=lambda p: -p.total_bytes)
+        for donor in donors:
+            before = self.host.free_bytes
+            donor.shed()
+            if self.host.free_bytes > before:
+                return True
+            if donor.total_bytes <= pool.total_bytes and pool.total_bytes:
+                return False
+            for slab in sorted((s for s in donor.slabs if not s.closed), key=lambda s: s.used)[:STEAL_TRIES]:
+                if await self._empty(donor, slab):
+                    self.counts["slabs_moved"] += 1
+                    return True
+        return False
+
+    async def _empty(self, donor: HostPool, slab: Slab) -> bool:
+        """Evict as many cold pages as the slab holds, then relocate what is left in it."""
+        donor.close_slab(slab)
+        before = self.host.free_bytes
+        needs = [0] * len(donor.shape.slot_bytes)
+        needs[slab.group] = slab.used
+        self.evict(donor, needs)
+        for cache in [c for c in self.caches.values() if c.pool is donor]:
+            for node, at, group in _inside(cache, slab):
+                await self._relocate(cache, node, at, group, slab)
+        if self.host.free_bytes > before or slab.used == 0:
+            return True
+        donor.reopen_slab(slab)
+        return False
+
+    async def _relocate(self, cache: Cache, node: Node, depth: int, group: int, slab: Slab) -> None:
+        """Move one item out of the slab, unless somebody holds it."""
+        index = cache.index
+        node, at = index.locate(node, depth)
+        if node.dead or node.refs or at >= node.pages:
+            return
+        old = index.get(node, at, Tier.HOST, group)
+        if old == NO_COPY or not slab.holds(old):
+            return
+        fresh = cache.pool.alloc(group, 1)
+        if not fresh:
+            return
+        index.lease(node)
+        cache.pool.mark(group, [old], SlotState.RELOCATING)
+        try:
+            await self.mover.run(copy_items, [(cache.views(group, old), cache.views(group, fresh[0]))], background=True)
+        finally:
+            cache.pool.mark(group, [old], SlotState.CACHED)
+            where, at = index.locate(node, depth)
+            if where.refs == 1 and not where.dead:
+                cache.pool.mark(group, fresh, SlotState.CACHED)
+                cache.pool.free(group, [index.move(where, at, Tier.HOST, group, fresh[0])])
+                self.counts["pages_relocated"] += 1
+            else:
+                cache.pool.free(group, fresh)
+            self.unlease(cache, node)
+
+    def unlease(self, cache: Cache, node: Node) -> None:
+        """Let a path go, freeing what was doomed on it."""
+        cache.release(cache.index.unlease(node), self.persist.disk)
+
+
+def _inside(cache: Cache, slab: Slab) -> Iterable[tuple[Node, int, int]]:
+    """(node, page number, group) of every item of the cache with a slot in the slab."""
+    out: list[tuple[Node, int, int]] = []
+    test: Callable[[int], bool] = slab.holds
+    for node in cache.index.walk():
+        held = node.handles(Tier.HOST, slab.group)
+        if held is not None:
+            found = np.flatnonzero(held != NO_COPY)
+            out += [(node, node.depth + int(at), slab.group) for at in found if test(int(held[at]))]
+    return out

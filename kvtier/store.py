@@ -1,0 +1,215 @@
+"""The store as the server sees it: sessions come and go, and each verb is one call. Owned by the loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from kvtier import wire
+from kvtier.cache import Cache
+from kvtier.commits import Commits
+from kvtier.identity import base_id
+from kvtier.instance import Instance, Process
+from kvtier.keyed import Keys
+from kvtier.parts import Parts
+from kvtier.persist import flush_error
+from kvtier.regions import Regions
+from kvtier.report import Report
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import HostTier
+from kvtier.tokens import Tokens
+from kvtier.types import Code, KvtierError, bad
+
+Verb = Callable[[Process, Any], wire.Message | Awaitable[wire.Message]]
+AdminVerb = Callable[[Any], wire.Message | Awaitable[wire.Message]]
+
+
+class Store:
+    """Caches of one host over its tiers.
+
+    `cap` is the share of the host arena that one instance may hold in leases and reservations, so that a stopped
+    engine starves nobody.
+    """
+
+    def __init__(self, host: HostTier, disk: DiskTier | None, *, cap: float = 0.5, version: str = "") -> None:
+        self.parts = Parts(host, disk)
+        self.cap_bytes = int(host.budget_bytes * cap)
+        self.version = version
+        self.tokens = Tokens(self.parts)
+        self.keys = Keys(self.parts)
+        self.commits = Commits(self.parts)
+        self.regions = Regions(self.parts, self.keys, self.commits)
+        self.report = Report(self.parts, version)
+        self.closing = False
+        self.verbs: Mapping[type[wire.Message], Verb] = {
+            wire.Open: self.open,
+            wire.Reset: self.reset,
+            wire.Unregister: self.regions.unregister,
+            wire.Match: self.tokens.match,
+            wire.Acquire: self.tokens.acquire,
+            wire.Release: self.tokens.release,
+            wire.Forget: self.tokens.forget,
+            wire.Prefetch: self.tokens.prefetch,
+            wire.Reserve: self.tokens.reserve,
+            wire.Commit: self.commits.commit,
+            wire.Abort: self.commits.abort,
+            wire.Exists: self.keys.exists,
+            wire.AcquireKeys: self.keys.acquire,
+            wire.ReserveKeys: self.keys.reserve,
+            wire.Load: self.regions.load,
+            wire.Store: self.regions.store,
+            wire.Flush: self.flush,
+            wire.Stat: lambda _, msg: self.report.stat(msg),
+        }
+        self.admin: Mapping[type[wire.Message], AdminVerb] = {
+            wire.Status: self.report.status,
+            wire.Caches: self.report.caches,
+            wire.Tree: self.report.tree,
+            wire.Check: self.report.check,
+            wire.Flush: self.flush_all,
+        }
+
+    async def start(self) -> None:
+        """Rebuild the indexes from disk."""
+        self.parts.restore()
+
+    # -- sessions --------------------------------------------------------------------------------------------------
+
+    def join(
+        self, hello: wire.Hello, peer: Any, notify: Callable[[wire.Message], None]
+    ) -> tuple[Process, wire.Welcome, list[int]]:
+        """A process joins its instance; returns it, the reply, and the arenas' fds to pass along."""
+        if self.closing:
+            raise KvtierError(Code.CLOSING, "the daemon is draining")
+        if hello.version != wire.VERSION:
+            raise KvtierError(Code.VERSION, f"expected protocol version {wire.VERSION}, got {hello.version}", "version")
+        instance = self._instance(hello.instance, hello.scope, peer)
+        process = Process(instance, peer, notify, events=hello.events)
+        for old in [p for p in instance.processes if p.left and p.peer.pid == peer.pid]:
+            self.gone(old)  # it came back: what its lost connection held is over
+        instance.processes.add(process)
+        instance.gone = False
+        self.parts.instances[instance.scope, instance.name] = instance
+        arenas = self.parts.host.arenas(instance.scope)
+        welcome = wire.Welcome(
+            wire.VERSION,
+            f"kvtierd {self.version}",
+            instance.scope,
+            tuple(wire.ArenaInfo(a.number, a.bytes) for a in arenas),
+            self.cap_bytes,
+            self.cap_bytes,
+        )
+        return process, welcome, [a.fd for a in arenas]
+
+    def _instance(self, name: str, scope: str, peer: Any) -> Instance:
+        """The instance of that name in the peer's scope, made on first use."""
+        if not 1 <= len(name) <= wire.MAX_NAME:
+            raise bad("instance", f"1..{wire.MAX_NAME} characters", name)
+        if len(scope) > wire.MAX_NAME:
+            raise bad("scope", f"at most {wire.MAX_NAME} characters", scope)
+        full = f"uid:{peer.uid}" + (f":{scope}" if scope else "")
+        return self.parts.instances.get((full, name)) or Instance(name, full, self.cap_bytes)
+
+    def leave(self, process: Process, clean: bool) -> None:
+        """Its connection closed: with Bye it is gone at once, else when its pidfd says so."""
+        process.left = True
+        if clean:
+            self.gone(process)
+
+    def gone(self, process: Process) -> None:
+        """A process touches no slot any more; with the last one everything of its instance returns."""
+        instance = process.instance
+        if process not in instance.processes:
+            return
+        instance.processes.discard(process)
+        if instance.processes:
+            self.commits.process_gone(process)
+            return
+        instance.gone = True
+        self.parts.instances.pop((instance.scope, instance.name), None)
+        self.commits.instance_gone(instance)
+        for lease in instance.leases.values():
+            self.keys.drop(instance, lease)
+        instance.leases.clear()
+        instance.paths.clear()
+        self.regions.drop_all(instance)
+
+    def register(self, msg: wire.Register, fd: int, peer: Any) -> wire.Registered:
+        """A process of an attached instance shares memory of its own."""
+        instance = self._instance(msg.instance, msg.scope, peer)
+        if not instance.processes:
+            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        return self.regions.register(instance, msg, fd)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse newcomers, make durable what can be within the time, and close everything."""
+        self.closing = True
+        if self.parts.disk is not None:
+            deadline = asyncio.get_running_loop().time() + timeout_s
+            await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
+        self.parts.close()
+
+    # -- caches ----------------------------------------------------------------------------------------------------
+
+    def open(self, process: Process, msg: wire.Open) -> wire.Opened:
+        """The cache of a spec at its newest epoch, and the process's shard of it."""
+        msg.spec.check()
+        if not 0 <= msg.epoch < 1 << 62:
+            raise bad("epoch", "0..2**62", msg.epoch)
+        scope = process.instance.scope
+        base = base_id(msg.spec, scope)
+        known = self.parts.epoch(base)
+        cache = self.parts.cache(msg.spec, scope, max(known, msg.epoch))
+        if msg.epoch > known:
+            self._supersede(cache)
+        process.ranks[cache.number] = process.instance.join_shard(cache, msg)
+        return self._opened(cache)
+
+    @staticmethod
+    def _opened(cache: Cache) -> wire.Opened:
+        sizes = zip(cache.item_bytes, cache.shape.slot_bytes, cache.shape.slots_per_item, strict=True)
+        return wire.Opened(cache.number, cache.id, cache.epoch, tuple(wire.GroupInfo(*s) for s in sizes))
+
+    def _supersede(self, cache: Cache) -> asyncio.Future[None]:
+        """Free every older epoch of a cache; the future is done when a crash cannot bring one back."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for old in [c for c in self.parts.caches.values() if c.base == cache.base and c.epoch < cache.epoch]:
+            if not old.retired:
+                self.parts.retire(old)
+        if self.parts.disk is None:
+            done.set_result(None)
+        else:
+            self.parts.disk.set_epoch(cache.base, cache.epoch, lambda *_: done.done() or done.set_result(None))
+        return done
+
+    async def reset(self, process: Process, msg: wire.Reset) -> wire.Opened:
+        """Weights changed: a new epoch begins, and nothing of the old one is served again, crash or not."""
+        old = self.parts.opened(process, msg.cache)
+        if old.retired:
+            epoch = self.parts.epoch(old.base)
+        else:
+            epoch = old.epoch + 1
+        cache = self.parts.cache(old.spec, old.scope, epoch)
+        await self._supersede(cache)
+        process.ranks[cache.number] = process.ranks[old.number]
+        process.instance.shards.setdefault(cache.number, process.instance.shards.get(old.number, []))
+        return self._opened(cache)
+
+    async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
+        """Wait until what was committed is durable; raises no_space or io where it is not."""
+        if msg.cache:
+            caches = [self.parts.opened(process, msg.cache)]
+        else:
+            caches = [self.parts.caches[number] for number in process.ranks]
+        return await self._flush(caches, msg.wait_ms)
+
+    async def flush_all(self, msg: wire.Flush) -> wire.Ok:
+        """The same for every cache."""
+        return await self._flush(list(self.parts.caches.values()), msg.wait_ms)
+
+    async def _flush(self, caches: list[Cache], wait_ms: int) -> wire.Ok:
+        reason = await self.parts.persist.flush([c for c in caches if not c.retired], self.parts.deadline(wait_ms))
+        if reason:
+            raise flush_error(reason)
+        return wire.Ok()

@@ -1,0 +1,315 @@
+"""Verbs of token caches: match, acquire, release, prefetch, reserve, commit, abort."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Awaitable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.cache import Cache
+from kvtier.index import Node
+from kvtier.instance import Instance, Lease, Path, Process
+from kvtier.loads import Missing
+from kvtier.parts import Parts
+from kvtier.reserve import SETTLED, Reservation
+from kvtier.types import NO_COPY, Code, Kind, KvtierError, Tier, bad
+from kvtier.wire import (
+    Acquire,
+    Acquired,
+    Forget,
+    Items,
+    Match,
+    Matched,
+    Ok,
+    Prefetch,
+    Release,
+    Reserve,
+    Reserved,
+    Segment,
+    Want,
+)  # fmt: skip
+
+MAX_TRIES = 4
+Mask = NDArray[np.bool_]
+LOCAL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+
+
+class Tokens:
+    """Prefix matching and leases over radix caches."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    # -- match ---------------------------------------------------------------------------------------------------
+
+    def match(self, process: Process, msg: Match) -> Matched:
+        """Longest cached prefix of a request's path; a handle goes on with the path it named."""
+        instance = process.instance
+        if msg.handle:
+            path = instance.path(msg.handle)
+            number, cache = msg.handle, path.cache
+        else:
+            cache = self.parts.opened(process, msg.cache)
+            path, number = Path(cache, b"", msg.request[:128]), next(self.parts.numbers)
+        if cache.spec.keyed:
+            raise bad("cache", "a token cache (this one is keyed: use exists)", msg.cache)
+        if len(msg.keys) % cache.index.stride:
+            raise bad("keys", f"whole page keys of {cache.index.stride} bytes", len(msg.keys))
+        if msg.handle:
+            path.keys += msg.keys
+            instance.path_bytes += len(msg.keys)
+        else:
+            path.keys = msg.keys
+            instance.add_path(number, path)
+        found = cache.radix.match(path.keys, self.parts.now())
+        self._count(cache, path, found.pages, bool(msg.handle))
+        return Matched(number, found.pages, _segments(cache, found.node, found.pages), found.pending)
+
+    @staticmethod
+    def _count(cache: Cache, path: Path, pages: int, again: bool) -> None:
+        """One request counts once, however often it polls."""
+        if not again:
+            cache.counts["requests"] += 1
+            cache.counts["pages_asked"] += len(path.keys) // cache.index.stride
+            cache.counts["pages_hit"] += pages
+
+    def forget(self, process: Process, msg: Forget) -> Ok:
+        """Drop a handle."""
+        process.instance.forget(msg.handle)
+        return Ok()
+
+    def prefetch(self, process: Process, msg: Prefetch) -> Ok:
+        """Start loading what of the handle's match is not in host, and do not wait."""
+        path = process.instance.path(msg.handle)
+        found = path.cache.radix.match(path.keys, self.parts.now())
+        if found.pages:
+            index = path.cache.radix
+            node = index.ending_at(found.node, found.pages)
+            missing = self.parts.loads.missing(path.cache, node, index.needed(found.pages))
+            self.parts.loads.start(path.cache, missing, self.parts.deadline(60_000))
+        return Ok()
+
+    # -- acquire -------------------------------------------------------------------------------------------------
+
+    def acquire(self, process: Process, msg: Acquire) -> Acquired | Awaitable[Acquired]:
+        """Lease a match; waits only when something must come from disk."""
+        path = process.instance.path(msg.handle)
+        deadline = self.parts.deadline(msg.wait_ms)
+        held = self._hold(process.instance, path, msg.pages)
+        if held is None:
+            return Acquired(0, 0)
+        lease, missing = held
+        if missing:
+            return self._load(process.instance, path, msg.pages, lease, deadline)
+        return self._grant(process.instance, lease)
+
+    def _hold(self, instance: Instance, path: Path, pages: int) -> tuple[Lease, list[Missing]] | None:
+        """Lease the longest match (of at most `pages`) within the cap; None where there is none."""
+        cache = path.cache
+        index = cache.radix
+        found = index.match(path.keys, self.parts.now())
+        node, end = found.node, found.pages
+        if 0 <= pages < end:
+            node, end = index.resumable(node, pages, LOCAL)
+        if not end:
+            return None
+        cost = sum(count * cache.slot_cost(g) for g, _, count in index.needed(end))
+        instance.charge(cost)
+        node = index.ending_at(node, end)
+        index.lease(node)
+        lease = Lease(cache, [node], end, cost)
+        return lease, self.parts.loads.missing(cache, node, index.needed(end))
+
+    def _drop(self, instance: Instance, lease: Lease) -> None:
+        instance.held_bytes -= lease.cost
+        for node in lease.nodes:
+            self.parts.unlease(lease.cache, node)
+
+    async def _load(self, instance: Instance, path: Path, pages: int, lease: Lease, deadline: float) -> Acquired:
+        """Bring the missing pages; a lost copy or the deadline leaves the longest prefix that is in host."""
+        for _ in range(MAX_TRIES):
+            try:
+                cache, node = lease.cache, lease.nodes[0]
+                missing = self.parts.loads.missing(cache, node, cache.radix.needed(lease.pages))
+                await self.parts.loads.bring(cache, missing, deadline)
+            except BaseException:
+                self._drop(instance, lease)
+                raise
+            if not node.dead and not self.parts.loads.missing(cache, node, cache.radix.needed(lease.pages)):
+                return self._grant(instance, lease)
+            _, end = (node, 0) if node.dead else cache.radix.resumable(node, lease.pages, (Tier.HOST,))
+            self._drop(instance, lease)
+            held = self._hold(instance, path, end if not node.dead else pages)
+            if held is None:
+                return Acquired(0, 0)
+            lease = held[0]
+            if not held[1]:
+                return self._grant(instance, lease)
+        self._drop(instance, lease)
+        return Acquired(0, 0)
+
+    def _grant(self, instance: Instance, lease: Lease) -> Acquired:
+        """Register the lease and say where its items are."""
+        number = next(self.parts.numbers)
+        instance.leases[number] = lease
+        cache, node = lease.cache, lease.nodes[0]
+        items = []
+        for group, first, count in cache.radix.needed(lease.pages):
+            handles = cache.gather(node, group, first, count, Tier.HOST)
+            sums = cache.gather_sums(node, group, first, count)
+            items.append(Items(group, first, count, cache.pool.offsets(group, handles).tobytes(), sums.tobytes()))
+        cache.counts["pages_leased"] += lease.pages
+        return Acquired(number, lease.pages, tuple(items))
+
+    def release(self, process: Process, msg: Release) -> Ok:
+        """Give a lease back."""
+        lease = process.instance.leases.pop(msg.lease, None)
+        if lease is None:
+            raise KvtierError(Code.UNKNOWN, f"no lease {msg.lease} here", "lease")
+        self._drop(process.instance, lease)
+        return Ok()
+
+    # -- reserve ---------------------------------------------------------------------------------------------------
+
+    def reserve(self, process: Process, msg: Reserve) -> Reserved | Awaitable[Reserved]:
+        """Slots for pages of a path; waits only when room must be made."""
+        path = process.instance.path(msg.handle)
+        cache = path.cache
+        total = len(path.keys) // cache.index.stride
+        if msg.pages < 1 or msg.start < 0 or msg.start + msg.pages > total:
+            raise bad("pages", f"a range within the {total} pages of the handle", (msg.start, msg.pages))
+        wanted = _wanted(cache, msg)
+        deadline = self.parts.deadline(msg.wait_ms)
+        if cache.retired:
+            return Reserved(0, 0, refused=Code.UNKNOWN)
+        needs = self._needs(process.instance, cache, path.keys, msg.start, wanted)
+        got = [cache.pool.alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
+        if all(len(have) == n for have, n in zip(got, needs, strict=True)):
+            return self._fill(process.instance, path, msg, wanted, got, "")
+        self.parts.space.give_back(cache, got)
+        return self._reserve_later(process.instance, path, msg, wanted, needs, deadline)
+
+    async def _reserve_later(
+        self, instance: Instance, path: Path, msg: Reserve, wanted: list[Mask], needs: list[int], deadline: float
+    ) -> Reserved:
+        got = await self.parts.space.take(path.cache, needs, deadline)
+        if path.cache.retired or instance.gone:
+            self.parts.space.give_back(path.cache, got)
+            return Reserved(0, 0, refused=Code.UNKNOWN)
+        return self._fill(instance, path, msg, wanted, got, Code.NO_SPACE)
+
+    def _needs(self, instance: Instance, cache: Cache, keys: bytes, start: int, wanted: list[Mask]) -> list[int]:
+        """Items per group to allocate: what is wanted, not there yet, and within the instance's cap."""
+        lack = self._lacking(cache, keys, start, wanted)
+        cost = sum(m.astype(np.int64) * cache.slot_cost(g) for g, m in enumerate(lack))
+        fits = int(np.searchsorted(np.cumsum(cost), instance.room(), side="right"))
+        return [int(m[:fits].sum()) for m in lack]
+
+    @staticmethod
+    def _lacking(cache: Cache, keys: bytes, start: int, wanted: list[Mask]) -> list[Mask]:
+        """Per group and page: wanted and not cached."""
+        pages = len(wanted[0])
+        index = cache.radix
+        node, end = index.deepest(keys[: (start + pages) * index.stride])
+        have = max(0, end - start)
+        out = []
+        for group, mask in enumerate(wanted):
+            lack = mask.copy()
+            if have:
+                for tier in LOCAL:
+                    held = np.frombuffer(cache.gather(node, group, start, have, tier), np.int64)
+                    lack[:have] &= held == NO_COPY
+            out.append(lack)
+        return out
+
+    def _fill(
+        self, instance: Instance, path: Path, msg: Reserve, wanted: list[Mask], got: list[array[int]], short: str
+    ) -> Reserved:
+        """Make the reservation of as many leading pages as the slots cover."""
+        cache, index = path.cache, path.cache.radix
+        if index.known(path.keys[: msg.start * index.stride]) < msg.start:
+            self.parts.space.give_back(cache, got)
+            return Reserved(0, 0, refused=Code.UNKNOWN)
+        lack = self._lacking(cache, path.keys, msg.start, wanted)
+        cost = sum(m.astype(np.int64) * cache.slot_cost(g) for g, m in enumerate(lack))
+        granted = int(np.searchsorted(np.cumsum(cost), instance.room(), side="right"))
+        refused = "" if granted == msg.pages else str(Code.OVER_CAP)
+        for group, mask in enumerate(lack):
+            covered = int(np.searchsorted(np.cumsum(mask), len(got[group]), side="right"))
+            if covered < granted:
+                granted, refused = covered, short
+        handles = []
+        for group, mask in enumerate(lack):
+            row = np.full(granted, NO_COPY, np.int64)
+            used = int(mask[:granted].sum())
+            row[mask[:granted]] = got[group][:used]
+            handles.append(array("q", row.tobytes()))
+            cache.free_host(group, got[group][used:])
+        if not granted:
+            return Reserved(0, 0, refused=refused or Code.NO_SPACE)
+        node = index.extend(path.keys[: (msg.start + granted) * index.stride], self.parts.now())
+        index.lease(node)
+        res = Reservation(next(self.parts.numbers), cache, instance, [node], msg.start, handles)
+        instance.held_bytes += res.cost
+        instance.reservations[res.number] = res
+        items = tuple(
+            Items(g, msg.start, granted, cache.pool.offsets(g, row).tobytes()) for g, row in enumerate(handles)
+        )
+        for at in range(granted):
+            if all(row[at] == NO_COPY for row in handles):
+                res.state[at] = SETTLED  # everything wanted is there already
+        return Reserved(res.number, granted, items, refused)
+
+
+def _wanted(cache: Cache, msg: Reserve) -> list[Mask]:
+    """Per group, which of the pages are asked for; raises bad_request."""
+    out = [np.full(msg.pages, g.kind is not Kind.STATE) for g in cache.spec.groups]
+    for want in msg.wants:
+        if not 0 <= want.group < len(out):
+            raise bad("wants.group", f"0..{len(out) - 1}", want.group)
+        if want.group in cache.index.anchors:
+            raise bad("wants.group", "a group that is not stored for every page anyway", want.group)
+        out[want.group] = _pages_mask(want, msg)
+    return out
+
+
+def _pages_mask(want: Want, msg: Reserve) -> Mask:
+    if len(want.pages) % 4:
+        raise bad("wants.pages", "int32 page numbers", len(want.pages))
+    at = np.frombuffer(want.pages, "<i4").astype(np.int64) - msg.start
+    if at.size and (at.min() < 0 or at.max() >= msg.pages):
+        raise bad("wants.pages", f"pages {msg.start}..{msg.start + msg.pages - 1}")
+    mask = np.zeros(msg.pages, dtype=bool)
+    mask[at] = True
+    return mask
+
+
+def _segments(cache: Cache, node: Node, pages: int) -> tuple[Segment, ...]:
+    """Which tier serves which part of a match best, by the first anchor group."""
+    out: list[Segment] = []
+    group = cache.index.anchors[0]
+    if not pages:
+        return ()
+    for each in cache.index.path(node):
+        live = min(each.pages, pages - each.depth)
+        everywhere = each.pages * cache.index.groups
+        if each.count[Tier.HOST] == everywhere or not (each.count[Tier.HOST] or each.count[Tier.DEVICE]):
+            _append(out, Tier.HOST if each.count[Tier.HOST] else Tier.DISK, live)
+            continue
+        tiers = np.full(live, Tier.DISK)
+        for tier in (Tier.HOST, Tier.DEVICE):
+            if each.count[tier] and (held := each.handles(tier, group)) is not None:
+                tiers[held[:live] != NO_COPY] = tier
+        for at in np.flatnonzero(np.diff(tiers, prepend=-1)):
+            end = int(np.append(np.flatnonzero(np.diff(tiers[at:])) + 1, live - at)[0])
+            _append(out, int(tiers[at]), end)
+    return tuple(out)
+
+
+def _append(out: list[Segment], tier: int, pages: int) -> None:
+    """Add pages to the last segment, or begin one."""
+    if out and out[-1].tier == tier:
+        pages += out.pop().pages
+    out.append(Segment(int(tier), pages))

@@ -1,0 +1,61 @@
+"""Copies between the cache and regions, an engine's own memory. Each transfer ends done or drained, never half-way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.mover import Mover, Views, batches, digest
+from kvtier.tiers.region import Region
+
+
+class Piece(NamedTuple):
+    """One row of a region and the slots of one item; `sum` is its checksum where it is known."""
+
+    row: int
+    views: Views
+    sum: int
+
+
+class Moved(NamedTuple):
+    """What became of one piece: its checksum, and '' or why it failed."""
+
+    sum: int
+    error: str
+
+
+def load_pieces(region: Region, pieces: Sequence[Piece]) -> list[Moved]:
+    """Copy items out into rows, each verified first. Runs in a worker thread."""
+    out = []
+    for piece in pieces:
+        found = digest(piece.views)
+        if found != piece.sum:
+            out.append(Moved(found, "checksum"))
+            continue
+        try:
+            region.write(piece.row, piece.views)
+            out.append(Moved(found, ""))
+        except OSError:
+            out.append(Moved(found, "io"))
+    return out
+
+
+def store_pieces(region: Region, pieces: Sequence[Piece]) -> list[Moved]:
+    """Copy rows into slots and take their checksums. Runs in a worker thread."""
+    out = []
+    for piece in pieces:
+        try:
+            region.read(piece.row, piece.views)
+            out.append(Moved(digest(piece.views), ""))
+        except OSError:
+            out.append(Moved(0, "io"))
+    return out
+
+
+async def move(mover: Mover, region: Region, pieces: list[Piece], *, load: bool) -> list[Moved]:
+    """Run the pieces in batches; a cancelled caller leaves only when no byte moves any more."""
+    work = load_pieces if load else store_pieces
+    parts = batches(pieces, lambda p: sum(v.nbytes for v in p.views))
+    done = await asyncio.gather(*(mover.run(work, region, part) for part in parts))
+    return [moved for part in done for moved in part]
