@@ -150,7 +150,7 @@ class Commits:
     # -- giving up ---------------------------------------------------------------------------------------------
 
     def abort(self, process: Process, msg: Abort) -> Ok:
-        """This process writes no more; when no other may either, the slots return."""
+        """The process writes no more; when no other may either, the slots return."""
         res = self._find(process, msg.reservation)
         if res is not None:
             res.acks.add(process)

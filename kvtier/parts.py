@@ -92,6 +92,14 @@ class Parts:
             self.disk.drop_cache(cache.disk)
             cache.disk = None
 
+    def prune(self) -> None:
+        """Forget retired caches that nobody has open and nothing is held of."""
+        used = {number for i in self.instances.values() for p in i.processes for number in p.ranks}
+        for cache in [c for c in self.caches.values() if c.retired and c.number not in used]:
+            if not cache.index.doomed and not cache.index.root.refs:
+                del self.caches[cache.number], self.ids[cache.id]
+                del self.space.caches[cache.index], self.persist.caches[cache.index]
+
     def restore(self) -> None:
         """Rebuild the indexes from the disk tier's catalogue."""
         if self.disk is None:

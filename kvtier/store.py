@@ -134,6 +134,7 @@ class Store:
         instance.leases.clear()
         instance.paths.clear()
         self.regions.drop_all(instance)
+        self.parts.prune()
 
     def register(self, msg: wire.Register, fd: int, peer: Any) -> wire.Registered:
         """A process of an attached instance shares memory of its own."""
@@ -152,7 +153,7 @@ class Store:
 
     # -- caches ----------------------------------------------------------------------------------------------------
 
-    def open(self, process: Process, msg: wire.Open) -> wire.Opened:
+    def open(self, process: Process, msg: wire.Open) -> wire.Opened | Awaitable[wire.Opened]:
         """The cache of a spec at its newest epoch, and the process's shard of it."""
         msg.spec.check()
         if not 0 <= msg.epoch < 1 << 62:
@@ -161,9 +162,12 @@ class Store:
         base = base_id(msg.spec, scope)
         known = self.parts.epoch(base)
         cache = self.parts.cache(msg.spec, scope, max(known, msg.epoch))
-        if msg.epoch > known:
-            self._supersede(cache)
         process.ranks[cache.number] = process.instance.join_shard(cache, msg)
+        return self._open_newer(cache) if msg.epoch > known else self._opened(cache)
+
+    async def _open_newer(self, cache: Cache) -> wire.Opened:
+        """An engine that reset while this daemon was away brings its epoch."""
+        await self._supersede(cache)
         return self._opened(cache)
 
     @staticmethod
@@ -186,14 +190,12 @@ class Store:
     async def reset(self, process: Process, msg: wire.Reset) -> wire.Opened:
         """Weights changed: a new epoch begins, and nothing of the old one is served again, crash or not."""
         old = self.parts.opened(process, msg.cache)
-        if old.retired:
-            epoch = self.parts.epoch(old.base)
-        else:
-            epoch = old.epoch + 1
+        epoch = self.parts.epoch(old.base) if old.retired else old.epoch + 1
         cache = self.parts.cache(old.spec, old.scope, epoch)
         await self._supersede(cache)
         process.ranks[cache.number] = process.ranks[old.number]
         process.instance.shards.setdefault(cache.number, process.instance.shards.get(old.number, []))
+        self.parts.prune()
         return self._opened(cache)
 
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
