@@ -104,7 +104,7 @@ class Arena:
             raise
         self.data: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
         self.bound = node is not None and self._bind(node)
-        if not huge:
+        if not huge and size >= HUGE_BYTES:
             self._advise_huge(mapping)
 
     def fault(self, lo: int, hi: int) -> None:

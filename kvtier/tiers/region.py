@@ -123,7 +123,7 @@ class Region:
             raise bad("views", f"at most {self.row_bytes} bytes", size)
         return row * self.row_bytes
 
-    def _through(self, call: Callable[[int, Views, int], int], at: int, views: Views) -> None:
+    def _through(self, call: Callable[..., int], at: int, views: Views) -> None:
         """All bytes of the views by preadv or pwritev, however many calls that takes."""
         file = self._file
         if file is None:

@@ -65,7 +65,8 @@ class HostSpace:
         self._scopes: dict[str, list[Ground]] = {}  # the one that grew last is last
         self._owed: list[Plot] = []  # handed out cold: an engine's first touch would be charged to the engine
         self._change = threading.Condition()
-        self._busy = self._paused = self._closed = False
+        self._busy: tuple[_Work, Plot] | None = None
+        self._paused = self._hold = self._closed = False
         self._thread: threading.Thread | None = None
 
     def arenas(self, scope: str) -> list[Arena]:
@@ -86,7 +87,14 @@ class HostSpace:
         """A range of `want` bytes in the scope's least used node, or of what is left but at least `least`; or None."""
         self.arenas(scope)
         with self._change:
-            plot = self._find(scope, want, least) if self.budget else None
+            want = min(want, self.budget - self.used)
+            plot = self._find(scope, want, least)
+            if self._punching(scope) and (plot is None or plot.hi - plot.lo < want):
+                # Space that is free but not yet usable: wait for the one step, well below a millisecond.
+                self._hold = True
+                self._change.wait_for(lambda: not self._busy)
+                self._hold = False
+                plot = self._find(scope, want, least)
             if plot is None:
                 return None
             ground, lo, hi = plot
@@ -158,10 +166,11 @@ class HostSpace:
 
     def _find(self, scope: str, want: int, least: int) -> Plot | None:
         """Where the next range of the scope goes: warm before cold, smaller where the space is in pieces."""
-        left = min(want, self.budget - self.used)
+        if not self._scopes.get(scope):
+            return None
         grounds = sorted(self._scopes[scope], key=lambda ground: self._load(ground.arena.number) / ground.weight)
-        for unit in (HUGE_BYTES,) if self.huge else dict.fromkeys((grain(left), PAGE_ALIGN)):
-            size = min(left, max(ground.free.largest(unit) for ground in grounds)) // unit * unit
+        for unit in (HUGE_BYTES,) if self.huge else dict.fromkeys((grain(want), PAGE_ALIGN)):
+            size = min(want, max(ground.free.largest(unit) for ground in grounds)) // unit * unit
             if size < max(least, unit):
                 continue
             fits = ((ground, e.fit(size, unit)) for ground in grounds for e in (ground.warm, ground.free))
@@ -171,6 +180,10 @@ class HostSpace:
     def _load(self, number: int) -> int:
         """Bytes in slabs on one NUMA node, over all scopes."""
         return sum(grounds[number].used for grounds in self._scopes.values())
+
+    def _punching(self, scope: str) -> bool:
+        """Whether some space of the scope is being emptied right now."""
+        return self._busy is not None and self._busy[0] is _Work.PUNCH and self._busy[1].ground.arena.scope == scope
 
     def _faulted(self, plot: Plot) -> bool:
         """Whether the range has its huge pages: touching one that the pool cannot give would kill the process."""
@@ -191,12 +204,12 @@ class HostSpace:
         grounds = self._all()
         spare = self.budget - self.used if self._prefault else 0
         excess = sum(ground.warm.bytes for ground in grounds) - spare
-        if self._paused:
+        if self._paused or self._hold:
             return None
         if excess >= PAGE_ALIGN:
             ground = next(ground for ground in grounds if ground.warm.bytes)
             unit = HUGE_BYTES if self.huge else PAGE_ALIGN
-            return _Work.PUNCH, Plot(ground, *ground.warm.tail(min(CHUNK_BYTES, align_up(excess, unit))))
+            return _Work.PUNCH, Plot(ground, *ground.warm.tail(min(HUGE_BYTES, align_up(excess, unit))))
         if self._owed:
             ground, lo, hi = self._owed[0]
             return _Work.FAULT, Plot(ground, lo, min(hi, lo + CHUNK_BYTES))
@@ -214,12 +227,12 @@ class HostSpace:
                 step = self._next()
                 if self._closed or step is None:
                     return
-                self._busy = True
+                self._busy = step
                 self._begin(*step)
             error = self._work(*step)
             with self._change:
                 self._end(*step, error)
-                self._busy = False
+                self._busy = None
                 self._change.notify_all()
 
     def _begin(self, work: _Work, plot: Plot) -> None:
