@@ -8,7 +8,8 @@ from typing import Any
 
 from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Dropped, KeyedIndex, Node, Order, RadixIndex
-from kvtier.tiers.host import HostPool, SlotState
+from kvtier.tiers.pool import HostPool
+from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 
 

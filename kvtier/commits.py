@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from kvtier.instance import Instance, Process
 from kvtier.mover import INLINE_BYTES, digest
@@ -178,7 +178,7 @@ class Commits:
             self._end(res)
 
 
-def _durable(process: Process, res: Reservation) -> object:
+def _durable(process: Process, res: Reservation) -> Callable[[int], None] | None:
     """Tells the process that committed when its pages are on disk."""
     if not process.events:
         return None

@@ -12,7 +12,7 @@ from kvtier.index import Node, RadixIndex
 from kvtier.mover import Mover, batches
 from kvtier.space import Space
 from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.host import SlotState
+from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 
 log = logging.getLogger("kvtier.loads")

@@ -10,7 +10,7 @@ from collections import Counter
 from kvtier.cache import Cache
 from kvtier.graft import graft
 from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
-from kvtier.index import Node
+from kvtier.index import Node, Order
 from kvtier.instance import Instance, Process
 from kvtier.loads import Loads
 from kvtier.mover import Mover
@@ -66,8 +66,8 @@ class Parts:
         if found is not None:
             return found
         pool = self.host.pool(scope, shape_of(spec))
-        orders = {Tier.HOST: self.space.order_of(pool), Tier.DISK: self.persist.order}
-        cache = Cache(next(self.numbers), spec, scope, epoch, pool, dict(orders))
+        orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool), Tier.DISK: self.persist.order}
+        cache = Cache(next(self.numbers), spec, scope, epoch, pool, orders)
         self.caches[cache.number] = self.ids[cache.id] = cache
         self.space.caches[cache.index] = self.persist.caches[cache.index] = cache
         self.epochs[cache.base] = max(epoch, self.epochs.get(cache.base, 0))
@@ -114,8 +114,8 @@ class Parts:
             places[number] = {cache.id[:CHAIN_BYTES]: (cache.index.root, 0)}
         by_disk = {c.disk: c for c in self.caches.values() if c.disk is not None}
         for run in self.disk.load():
-            cache = by_disk.get(run.cache)
-            if cache is None or not graft(cache, run, places[run.cache]):
+            owner = by_disk.get(run.cache)
+            if owner is None or not graft(owner, run, places[run.cache]):
                 self.disk.forget(run.id)
                 self.counts["orphan_runs"] += 1
 

@@ -250,6 +250,8 @@ class Persist:
             index, node = taken
             cache = self.caches[index]
             lo, hi = index.tail(node, Tier.DISK)
+            if lo == hi:
+                continue
             for dropped in index.drop(node, lo, hi, Tier.DISK):
                 disk.free(dropped.handles)
                 freed += len(dropped.handles) * cache.item_bytes[dropped.group]

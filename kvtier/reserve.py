@@ -12,7 +12,7 @@ from collections.abc import Callable
 from kvtier.cache import Cache
 from kvtier.index import Node
 from kvtier.instance import Instance, Process
-from kvtier.tiers.host import SlotState
+from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 
 OPEN, HASHING, COMPLETE, SETTLED, ABORTED = range(5)

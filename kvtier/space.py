@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from kvtier.cache import Cache
 from kvtier.index import Index, Node, Order
 from kvtier.mover import Mover, copy_items
 from kvtier.persist import Persist
-from kvtier.tiers.host import HostPool, HostTier, Slab, SlotState
+from kvtier.tiers.host import HostPool, HostTier
+from kvtier.tiers.slab import Slab, SlotState
 from kvtier.types import NO_COPY, Tier
 
 STEAL_TRIES = 4
@@ -78,6 +79,8 @@ class Space:
             index, node = taken
             cache = self.caches[index]
             lo, hi = index.tail(node, Tier.HOST)
+            if lo == hi:
+                continue
             lo = self._unsaved_from(cache, node, lo, hi)
             if lo < hi and self.persist.offer(cache, node, node.depth + lo, node.depth + hi):
                 continue  # held until written; comes back to the order then
@@ -164,7 +167,7 @@ class Space:
         if node.dead or node.refs or at >= node.pages:
             return
         old = index.get(node, at, Tier.HOST, group)
-        if old == NO_COPY or not slab.holds(old):
+        if old == NO_COPY or not _holds(cache, slab, group, old):
             return
         fresh = cache.pool.alloc(group, 1)
         if not fresh:
@@ -192,10 +195,18 @@ class Space:
 def _inside(cache: Cache, slab: Slab) -> Iterable[tuple[Node, int, int]]:
     """(node, page number, group) of every item of the cache with a slot in the slab."""
     out: list[tuple[Node, int, int]] = []
-    test: Callable[[int], bool] = slab.holds
     for node in cache.index.walk():
         held = node.handles(Tier.HOST, slab.group)
         if held is not None:
             found = np.flatnonzero(held != NO_COPY)
-            out += [(node, node.depth + int(at), slab.group) for at in found if test(int(held[at]))]
+            out += [
+                (node, node.depth + int(at), slab.group)
+                for at in found
+                if _holds(cache, slab, slab.group, int(held[at]))
+            ]
     return out
+
+
+def _holds(cache: Cache, slab: Slab, group: int, handle: int) -> bool:
+    """Whether one of the item's slots is in the slab."""
+    return any(slab.lo <= address < slab.hi for address in cache.pool.offsets(group, [handle]))

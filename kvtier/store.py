@@ -184,7 +184,7 @@ class Store:
         if self.parts.disk is None:
             done.set_result(None)
         else:
-            self.parts.disk.set_epoch(cache.base, cache.epoch, lambda *_: done.done() or done.set_result(None))
+            self.parts.disk.set_epoch(cache.base, cache.epoch, lambda *_: _resolve(done))
         return done
 
     async def reset(self, process: Process, msg: wire.Reset) -> wire.Opened:
@@ -215,3 +215,9 @@ class Store:
         if reason:
             raise flush_error(reason)
         return wire.Ok()
+
+
+def _resolve(done: asyncio.Future[None]) -> None:
+    """Let whoever still waits go on."""
+    if not done.done():
+        done.set_result(None)

@@ -152,7 +152,7 @@ class Index:
                 if up.below[tier] > 1 or up.count[tier]:
                     break
                 up = up.parent
-        self._offer(node, tier)
+        self._offer_all(node)
 
     def _vanish(self, node: Node, tier: int) -> None:
         """The subtree of `node` holds nothing in the tier any more; its parent may be the leaf now."""
@@ -173,6 +173,11 @@ class Index:
         if order is not None and not node.refs and not node.dead and node.tier_leaf(tier):
             order.push(self, node)
 
+    def _offer_all(self, node: Node) -> None:
+        """Queue a node in every tier where it is a free leaf."""
+        for tier in self.orders:
+            self._offer(node, tier)
+
     # -- eviction --------------------------------------------------------------------------------------------
 
     def rank(self, node: Node, tier: int) -> float:
@@ -190,7 +195,11 @@ class Index:
         return 0
 
     def tail(self, node: Node, tier: int, most: int = RUN_PAGES) -> tuple[int, int]:
-        """Pages [lo, hi) to evict next from a leaf of the tier: its deepest copies, at most `most` pages."""
+        """Pages [lo, hi) to evict next from a leaf of the tier: its deepest copies, at most `most` pages.
+
+        Empty where only this tier keeps a page that deeper pages in other tiers need; the leaf is offered again when
+        those are gone.
+        """
         last = 0
         for group in range(self.groups):
             held = node.handles(tier, group)
@@ -201,11 +210,27 @@ class Index:
             alive = self._alive(node)
             if first < alive < last:
                 first = alive
-        return first, last
+        return self._expendable(node, tier, first, last), last
+
+    def _expendable(self, node: Node, tier: int, first: int, last: int) -> int:
+        """The first page of [first, last) from which on nothing cached would lose its parent."""
+        beyond = node.children is not None or any(
+            held is not None and held[last:].count(NO_COPY) < node.pages - last for held in node.at
+        )
+        if not beyond:
+            return first
+        others = [t for t in LOCAL if t != tier]
+        for group in self.anchors:
+            alone = np.flatnonzero(~node.present(group, others)[first:last])
+            if alone.size:
+                first += int(alone[-1]) + 1
+        return first
 
     def requeue(self, node: Node, tier: int) -> None:
-        """Put a popped leaf back if it is one still."""
-        self._offer(node, tier)
+        """Put a popped leaf back if something of it can go."""
+        lo, hi = self.tail(node, tier) if node.tier_leaf(tier) else (0, 0)
+        if lo < hi:
+            self._offer(node, tier)
 
     # -- leases ----------------------------------------------------------------------------------------------
 
@@ -227,8 +252,7 @@ class Index:
                 if up.dead:
                     out += self._bury(up)
                 elif up is not self.root:
-                    for tier in self.orders:
-                        self._offer(up, tier)
+                    self._offer_all(up)
             up = up.parent
         if not node.dead and node.refs == 0 and (node.live < node.pages or not any(node.count)):
             self.settle(node)
@@ -252,6 +276,7 @@ class Index:
         for tier in range(TIERS):
             if node.count[tier] or node.below[tier]:
                 self._vanish(node, tier)
+        self._offer_all(parent)
 
     def settle(self, node: Node) -> None:
         """Drop tail pages that no tier holds, up to the first that is held, shared or leased."""
@@ -262,6 +287,7 @@ class Index:
             if keep:
                 if keep < node.pages:
                     self._truncate(node, keep)
+                self._offer_all(node)
                 return
             self._detach(node)
             self._die(node)
@@ -403,6 +429,7 @@ def _check_node(index: Index, node: Node) -> list[str]:
         if (count, below) != (node.count[tier], node.below[tier]):
             wrong.append(f"{where}: tier {tier} counts {node.count[tier]}/{node.below[tier]}, has {count}/{below}")
         queued = bool(node.queued >> tier & 1)
-        if tier in index.orders and node.tier_leaf(tier) and not node.refs and not queued:
+        free = tier in index.orders and node.tier_leaf(tier) and not node.refs
+        if free and not queued and (span := index.tail(node, tier))[0] < span[1]:
             wrong.append(f"{where}: free leaf of tier {tier} that eviction cannot find")
     return wrong
