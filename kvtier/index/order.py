@@ -7,7 +7,6 @@ present rank, so that a touch costs nothing and an eviction O(log leaves), whate
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,17 +38,11 @@ class Order:
         self._tie += 1
         heapq.heappush(self._heap, (index.rank(node, self.tier), self._tie, node, index))
 
-    def pop(self, accept: Callable[[Index, Node], bool] | None = None) -> tuple[Index, Node] | None:
-        """Take out the coldest leaf that nobody holds, or None. The caller trims it and pushes it back if it lasts.
-
-        Leaves that `accept` refuses stay in the order.
-        """
+    def pop(self) -> tuple[Index, Node] | None:
+        """Take out the coldest leaf that nobody holds, or None. The caller trims it and puts it back if it lasts."""
         bit = 1 << self.tier
-        refused = []
-        found = None
         while self._heap:
-            entry = heapq.heappop(self._heap)
-            rank, tie, node, index = entry
+            rank, tie, node, index = heapq.heappop(self._heap)
             if node.dead or node.refs or not node.tier_leaf(self.tier):
                 node.queued &= ~bit
                 continue
@@ -57,15 +50,9 @@ class Order:
             if now > rank:
                 heapq.heappush(self._heap, (now, tie, node, index))
                 continue
-            if accept is not None and not accept(index, node):
-                refused.append(entry)
-                continue
             node.queued &= ~bit
-            found = (index, node)
-            break
-        for entry in refused:
-            heapq.heappush(self._heap, entry)
-        return found
+            return index, node
+        return None
 
     def died(self) -> None:
         """A queued node left the index; sweep when the dead outnumber the living."""
@@ -74,12 +61,3 @@ class Order:
             self._heap = [entry for entry in self._heap if not entry[2].dead]
             heapq.heapify(self._heap)
             self._dead = 0
-
-    def coldest(self) -> float | None:
-        """Rank of the next free leaf, without taking it out."""
-        taken = self.pop()
-        if taken is None:
-            return None
-        index, node = taken
-        self.push(index, node)
-        return index.rank(node, self.tier)
