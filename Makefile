@@ -1,0 +1,62 @@
+# Every target makes .venv and installs what it needs; nothing else has to be there but Python 3.11+ and make.
+#   PYTHON=python3.12    which interpreter .venv is made with
+#   TORCH_INDEX=URL      where to take torch from (pick your vendor's CPU index to save the CUDA build's gigabytes)
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST_ARGS ?= -q
+export PYTHONDONTWRITEBYTECODE = 1
+
+.PHONY: help demo test slow check format bench wheel clean
+help:
+	@echo 'make demo | test | slow | check | format | bench | wheel | clean'
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m kvtier.demo
+
+test: $(VENV)/.dev $(VENV)/.demo
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow and not gpu'
+
+slow: $(VENV)/.dev $(VENV)/.demo
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'slow and not gpu'
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev $(VENV)/.bench
+	$(BIN)/python bench/run.py
+
+wheel: $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+clean:
+	rm -rf $(VENV) dist build
+
+$(VENV)/.made:
+	scripts/make-venv '$(PYTHON)' $(VENV)
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.made
+	$(PIP) install --quiet -c constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: pyproject.toml | $(VENV)/.made
+	$(PIP) install --quiet --editable '.[bench]'
+	@touch $@
+
+$(VENV)/.torch: constraints.txt | $(VENV)/.made
+	scripts/install-torch $(BIN)/python '$(TORCH_INDEX)'
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	scripts/install-demo $(BIN)/python
+	@touch $@
