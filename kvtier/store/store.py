@@ -7,18 +7,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvtier import wire
-from kvtier.cache import Cache
-from kvtier.commits import Commits
 from kvtier.identity import base_id
-from kvtier.instance import Instance, Process
-from kvtier.keyed import Keys
-from kvtier.parts import Parts
-from kvtier.persist import flush_error
-from kvtier.regions import Regions
-from kvtier.report import Report
+from kvtier.store.cache import Cache
+from kvtier.store.commits import Commits
+from kvtier.store.instance import Instance, Process
+from kvtier.store.keyed import Keys
+from kvtier.store.parts import Parts
+from kvtier.store.persist import flush_error
+from kvtier.store.regions import Regions
+from kvtier.store.report import Report
+from kvtier.store.tokens import Tokens
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
-from kvtier.tokens import Tokens
 from kvtier.types import Code, KvtierError, bad
 
 Verb = Callable[[Process, Any], wire.Message | Awaitable[wire.Message]]

@@ -12,8 +12,8 @@ from kvtier.types import Code, KvtierError, bad
 from kvtier.wire import Message, Open
 
 if TYPE_CHECKING:
-    from kvtier.cache import Cache
-    from kvtier.reserve import Reservation
+    from kvtier.store.cache import Cache
+    from kvtier.store.reserve import Reservation
     from kvtier.tiers.region import Region
 
 MAX_PATHS = 4096

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvtier.cache import Cache
 from kvtier.index import Index, Node, Order
 from kvtier.mover import Mover, copy_items
-from kvtier.persist import Persist
+from kvtier.store.cache import Cache
+from kvtier.store.persist import Persist
 from kvtier.tiers.host import HostPool, HostTier
 from kvtier.tiers.slab import Slab, SlotState
 from kvtier.types import NO_COPY, Tier

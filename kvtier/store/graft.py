@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from kvtier.cache import Cache
 from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
+from kvtier.store.cache import Cache
 from kvtier.tiers.disk import Run
 from kvtier.types import NO_COPY, Tier
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from kvtier.instance import Instance, Process
 from kvtier.mover import INLINE_BYTES, digest
-from kvtier.parts import Parts
-from kvtier.reserve import Reservation
+from kvtier.store.instance import Instance, Process
+from kvtier.store.parts import Parts
+from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, bad
 from kvtier.wire import Abort, Commit, Committed, Durable, Ok
 

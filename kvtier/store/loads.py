@@ -7,10 +7,10 @@ import logging
 from collections import Counter
 from typing import NamedTuple
 
-from kvtier.cache import Cache
 from kvtier.index import Node, RadixIndex
 from kvtier.mover import Mover, batches
-from kvtier.space import Space
+from kvtier.store.cache import Cache
+from kvtier.store.space import Space
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier

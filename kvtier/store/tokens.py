@@ -8,12 +8,12 @@ from collections.abc import Awaitable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.cache import Cache
 from kvtier.index import Node
-from kvtier.instance import Instance, Lease, Path, Process
-from kvtier.loads import Missing
-from kvtier.parts import Parts
-from kvtier.reserve import SETTLED, Reservation
+from kvtier.store.cache import Cache
+from kvtier.store.instance import Instance, Lease, Path, Process
+from kvtier.store.loads import Missing
+from kvtier.store.parts import Parts
+from kvtier.store.reserve import SETTLED, Reservation
 from kvtier.types import NO_COPY, Code, Kind, KvtierError, Tier, bad
 from kvtier.wire import (
     Acquire,

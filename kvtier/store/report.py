@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 
 from kvtier import wire
-from kvtier.cache import Cache
 from kvtier.index import Node
-from kvtier.parts import Parts
+from kvtier.store.cache import Cache
+from kvtier.store.parts import Parts
 from kvtier.types import Code, KvtierError, Tier, bad
 
 

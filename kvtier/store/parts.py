@@ -7,16 +7,16 @@ import itertools
 import time
 from collections import Counter
 
-from kvtier.cache import Cache
-from kvtier.graft import graft
 from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Node, Order
-from kvtier.instance import Instance, Process
-from kvtier.loads import Loads
 from kvtier.mover import Mover
-from kvtier.persist import Persist
-from kvtier.reserve import Reservation
-from kvtier.space import Space
+from kvtier.store.cache import Cache
+from kvtier.store.graft import graft
+from kvtier.store.instance import Instance, Process
+from kvtier.store.loads import Loads
+from kvtier.store.persist import Persist
+from kvtier.store.reserve import Reservation
+from kvtier.store.space import Space
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import Code, KvtierError, Tier, bad

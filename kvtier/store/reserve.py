@@ -9,9 +9,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 
-from kvtier.cache import Cache
 from kvtier.index import Node
-from kvtier.instance import Instance, Process
+from kvtier.store.cache import Cache
+from kvtier.store.instance import Instance, Process
 from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 

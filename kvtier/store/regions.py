@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.cache import Cache
-from kvtier.commits import Commits
-from kvtier.instance import Instance, Lease, Process
-from kvtier.keyed import Keys, host_items
-from kvtier.parts import Parts
-from kvtier.reserve import OPEN, Reservation
+from kvtier.store.cache import Cache
+from kvtier.store.commits import Commits
+from kvtier.store.instance import Instance, Lease, Process
+from kvtier.store.keyed import Keys, host_items
+from kvtier.store.parts import Parts
+from kvtier.store.reserve import OPEN, Reservation
+from kvtier.store.transfer import Moved, Piece, move
 from kvtier.tiers.region import Region
-from kvtier.transfer import Moved, Piece, move
 from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
 from kvtier.wire import Load, Loaded, Ok, Register, Registered, Store, Stored, Unregister
 

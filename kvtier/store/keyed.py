@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable
 
-from kvtier.cache import Cache
 from kvtier.index import Node
-from kvtier.instance import Instance, Lease, Process
-from kvtier.loads import Missing
-from kvtier.parts import Parts
-from kvtier.reserve import SETTLED, Reservation
+from kvtier.store.cache import Cache
+from kvtier.store.instance import Instance, Lease, Process
+from kvtier.store.loads import Missing
+from kvtier.store.parts import Parts
+from kvtier.store.reserve import SETTLED, Reservation
 from kvtier.types import NO_COPY, Code, Presence, Tier, bad
 from kvtier.wire import Acquired, AcquireKeys, Existence, Exists, Items, Reserved, ReserveKeys
 

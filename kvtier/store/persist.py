@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvtier.cache import Cache
 from kvtier.index import Node, Order
+from kvtier.store.cache import Cache
 from kvtier.tiers.disk import DiskTier, Item
 from kvtier.types import NO_COPY, RUN_PAGES, Code, KvtierError, Tier
 
