@@ -7,10 +7,8 @@ from array import array
 from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.tiers.disk import Run
+from kvtier.tiers.disk import PAGE_BITS, Run
 from kvtier.types import NO_COPY, Tier
-
-PAGE_BITS = 6
 
 
 def graft(cache: Cache, run: Run, places: dict[bytes, tuple[Node, int]]) -> bool:
@@ -43,9 +41,10 @@ def graft(cache: Cache, run: Run, places: dict[bytes, tuple[Node, int]]) -> bool
 
 def _graft_key(cache: Cache, run: Run) -> bool:
     index = cache.keyed
-    if index.find(run.keys) is not None:
+    group = next((g for g, cells in enumerate(run.cells) if cells[0] != NO_COPY), None)
+    if group is None or index.find(index.name(group, run.keys)) is not None:
         return False
-    node = index.ensure(run.keys, 0.0)
+    node = index.ensure(index.name(group, run.keys), 0.0)
     _put(cache, node, run, 1)
     node.live = 1
     return True
@@ -59,7 +58,7 @@ def _leading(live: int) -> int:
 def _put(cache: Cache, node: Node, run: Run, pages: int) -> None:
     """Record the run's copies."""
     for group in range(cache.index.groups):
-        cells, sums = run.cells[group], run.sums[group]
+        cells, sums = run.cells[group][:: run.layouts[group].parts], run.sums[group]
         handles = array(
             "q", [NO_COPY if cell == NO_COPY else run.id << PAGE_BITS | at for at, cell in enumerate(cells[:pages])]
         )

@@ -13,11 +13,11 @@ from typing import Any
 
 from kvtier.index import Node, Order
 from kvtier.store.cache import Cache
-from kvtier.tiers.disk import DiskTier, Item
+from kvtier.tiers.disk import PAGE_BITS, DiskTier, Item
 from kvtier.types import NO_COPY, RUN_PAGES, Code, KvtierError, Tier
 
 log = logging.getLogger("kvtier.persist")
-PAGE_BITS = 6
+RETRY_S = 0.05
 MAX_QUEUED_PAGES = 1 << 20
 
 
@@ -58,7 +58,7 @@ class Persist:
 
         `notify(end)` is called once they are durable.
         """
-        if self.disk is None or self.disk.sick or cache.retired or self.queued_pages + end - first > MAX_QUEUED_PAGES:
+        if self.disk is None or self.disk.error or cache.retired or self.queued_pages + end - first > MAX_QUEUED_PAGES:
             return False
         entry = Entry(cache, node, first, end, notify)
         cache.index.lease(node)
@@ -94,7 +94,7 @@ class Persist:
             if late:
                 return "the deadline came before the disk"
         failed = [e.failed for e in waiting if e.failed]
-        return failed[0] if failed else ("" if not any(map(unsaved, wanted)) else self.disk.sick or "no room on disk")
+        return failed[0] if failed else ("" if not any(map(unsaved, wanted)) else self.disk.error or "no room on disk")
 
     def _offer_unsaved(self, cache: Cache) -> None:
         """Queue every published page that only host holds and that is not on its way."""
@@ -177,7 +177,7 @@ class Persist:
         def done(run_id: int | None, error: str) -> None:
             if run_id is None:
                 self.counts[f"refused_disk_{error}"] += end - first
-            elif entry.node.dead or not self._parent_saved(entry.cache, entry.node, first):
+            elif entry.node.dead:
                 assert self.disk is not None
                 self.disk.free([run_id << PAGE_BITS | page for page in sorted({i.page for i in items})])
                 error = "gone"
@@ -220,13 +220,15 @@ class Persist:
     # -- room on disk ----------------------------------------------------------------------------------------------
 
     def _make_room(self, entry: Entry, nbytes: int) -> None:
-        """The disk refused a run: evict its coldest leaves, or fail the entry where there is nothing to evict."""
+        """The disk refused a run: evict its coldest leaves, or fail the entry where nothing can go."""
         disk = self.disk
         assert disk is not None
-        if disk.queue_full(nbytes):
+        if disk.refusal != Code.NO_SPACE:
+            if not disk.queued_bytes:
+                asyncio.get_running_loop().call_later(RETRY_S, self.pump)  # it is loading or closing
             return  # a completion pumps again
-        if disk.sick or not (self.evict(nbytes) or disk.freeing_bytes):
-            entry.failed = disk.sick or "no_space"
+        if not (self.evict(nbytes) or disk.pending_bytes):
+            entry.failed = Code.NO_SPACE
             self.counts["refused_disk_no_space"] += entry.end - entry.first
             asyncio.get_running_loop().call_soon(self.pump)
         elif not self._syncing:
@@ -295,7 +297,7 @@ def unsaved(cache: Cache) -> bool:
 def _names(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes, bytes]:
     """Page keys and chain keys of pages [first, end), and the chain key of the page before."""
     if cache.spec.keyed:
-        return node.edge, b"", b""
+        return node.edge[1:], b"", b""  # which group it is the item says
     keys: list[bytes] = []
     chains: list[bytes] = []
     stride = cache.index.stride
@@ -319,4 +321,4 @@ def _names(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes
 
 def flush_error(reason: str) -> KvtierError:
     """The error of a flush that could not make everything durable."""
-    return KvtierError(Code.NO_SPACE if reason in {"no_space", "no room on disk"} else Code.IO, reason)
+    return KvtierError(Code.NO_SPACE if reason in {Code.NO_SPACE, "no room on disk"} else Code.IO, reason)

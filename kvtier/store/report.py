@@ -38,7 +38,8 @@ class Report:
                 "capacity_bytes": disk.capacity_bytes,
                 "used_bytes": disk.used_bytes,
                 "free_bytes": disk.free_bytes,
-                "sick": disk.sick,
+                "state": disk.state,
+                "error": disk.error,
                 **disk.stats,
             }
         return tiers
