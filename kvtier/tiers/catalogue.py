@@ -1,0 +1,196 @@
+"""The catalogue: which runs are stored, in an LMDB that was read through in a child process before it is trusted here.
+
+Writes come from one OS thread; reads may come from others, in transactions that end before the call returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import lmdb
+
+from kvtier.tiers.records import (
+    FORMAT,
+    VERSION_KEY,
+    CacheRecord,
+    Change,
+    Damaged,
+    Version,
+    decode_cache,
+    decode_number,
+    decode_version,
+    encode_version,
+)
+from kvtier.tiers.scan import MAX_DBS, scan
+
+log = logging.getLogger("kvtier.disk")
+
+KEEP_ASIDE: Final = 3
+"""Catalogues set aside that are kept; older ones go."""
+MAP_BYTES: Final = 64 << 20
+NAMES: Final = (b"meta", b"caches", b"epochs", b"runs", b"live")
+
+
+class Catalogue:
+    """An open catalogue directory."""
+
+    def __init__(self, path: Path, slab_bytes: int, *, limit_bytes: int, sync: bool) -> None:
+        self.path = path
+        self._sync = sync
+        self._limit = limit_bytes
+        self._remap = threading.Lock()  # no transaction survives a change of the map's size
+        self._env: lmdb.Environment
+        self._dbs: dict[bytes, lmdb._Database] = {}
+        self.set_aside = _set_aside_unless_sound(path)
+        """Whether a catalogue was found here that could not be used."""
+        path.mkdir(mode=0o700, exist_ok=True)
+        self._open()
+        self.version = self._settle_version(slab_bytes)
+        """Slab size of this directory (as asked for when new) and the next cache number."""
+
+    def _open(self) -> None:
+        data = self.path / "data.mdb"
+        have = data.stat().st_size if data.exists() else 0
+        self._env = lmdb.open(
+            str(self.path), map_size=max(MAP_BYTES, 2 * have), max_dbs=MAX_DBS, mode=0o600,
+            sync=self._sync, metasync=self._sync,
+        )  # fmt: skip
+        self._env.reader_check()
+        self._dbs = {name: self._env.open_db(name) for name in NAMES}
+
+    def _settle_version(self, slab_bytes: int) -> Version:
+        """The version on record; a new catalogue records the slab size asked for."""
+        with self._env.begin(write=True) as txn:
+            found = txn.get(VERSION_KEY, db=self._dbs[b"meta"])
+            if found is None:
+                version = Version(FORMAT, slab_bytes, 1)
+                txn.put(VERSION_KEY, encode_version(version), db=self._dbs[b"meta"])
+                return version
+            return decode_version(found)
+
+    def commit(self, changes: Iterable[Change]) -> None:
+        """Apply all changes in one transaction, durable when this returns; raises lmdb.Error and changes nothing."""
+        changes = list(changes)
+        while True:
+            try:
+                with self._env.begin(write=True) as txn:
+                    for db, key, value in changes:
+                        if value is None:
+                            txn.delete(key, db=self._dbs[db])
+                        else:
+                            txn.put(key, value, db=self._dbs[db])
+            except lmdb.MapFullError:
+                if not self._grow():
+                    raise
+            except lmdb.PanicError:
+                self.reopen()
+                raise
+            else:
+                return
+
+    def _grow(self) -> bool:
+        """Double the map; False at the limit."""
+        with self._remap:
+            size = self._env.info()["map_size"]
+            if size < self._limit:
+                self._env.set_mapsize(min(2 * size, self._limit))
+            return size < self._limit
+
+    def reopen(self) -> None:
+        """Open again after LMDB refused all further work; what it holds was durable."""
+        with self._remap:
+            self._env.close()
+            self._open()
+
+    def caches(self) -> tuple[dict[int, CacheRecord], list[bytes]]:
+        """All caches by number, and the keys of records that are damaged."""
+        caches: dict[int, CacheRecord] = {}
+        damaged: list[bytes] = []
+        for key, value in self._all(b"caches"):
+            try:
+                caches[int.from_bytes(key, "big")] = decode_cache(key, value)
+            except Damaged:
+                damaged.append(key)
+        return caches, damaged
+
+    def epochs(self) -> dict[bytes, int]:
+        """Epoch by base id."""
+        return {key: decode_number(key, value) for key, value in self._all(b"epochs")}
+
+    def _all(self, db: bytes) -> list[tuple[bytes, bytes]]:
+        with self._remap, self._env.begin(db=self._dbs[db]) as txn:
+            return [(bytes(key), bytes(value)) for key, value in txn.cursor()]
+
+    def runs(self, after: bytes, count: int) -> list[tuple[bytes, bytes, bytes | None]]:
+        """Up to `count` runs behind this key: key, value, and the value of the mask if there is one."""
+        out: list[tuple[bytes, bytes, bytes | None]] = []
+        with self._remap, self._env.begin() as txn:
+            cursor = txn.cursor(self._dbs[b"runs"])
+            found = cursor.set_range(after + b"\0")
+            while found and len(out) < count:
+                key, value = cursor.item()
+                out.append((bytes(key), bytes(value), txn.get(key, db=self._dbs[b"live"])))
+                found = cursor.next()
+        return out
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the catalogue file."""
+        return (self.path / "data.mdb").stat().st_size
+
+    def close(self) -> None:
+        """Close it; the writing thread must have ended."""
+        self._env.close()
+
+
+def _set_aside_unless_sound(path: Path) -> bool:
+    """Rename a catalogue that cannot be used; whether one was."""
+    if not (path / "data.mdb").exists():
+        return False
+    verdict = scan(path)
+    kind, reason = _judge(path) if verdict.ok else ("damaged", verdict.reason)
+    if not kind:
+        return False
+    aside = _aside(path, kind)
+    log.error(
+        "the disk catalogue %s cannot be used (%s): set aside as %s, the tier starts empty", path, reason, aside.name
+    )
+    return True
+
+
+def _judge(path: Path) -> tuple[str, str]:
+    """Why a sound LMDB is still not ours to use: its kind and a reason, or two empty strings."""
+    with lmdb.open(str(path), create=False, max_dbs=MAX_DBS, mode=0o600) as env:
+        try:
+            meta, epochs = env.open_db(b"meta", create=False), env.open_db(b"epochs", create=False)
+        except lmdb.NotFoundError:
+            return "foreign", "not a catalogue of kvtier"
+        with env.begin() as txn:
+            try:
+                version = decode_version(txn.get(VERSION_KEY, default=b"", db=meta))
+                if version.format != FORMAT:
+                    return f"format{version.format}", f"format {version.format}; this daemon reads {FORMAT}"
+                for key, value in txn.cursor(epochs):
+                    decode_number(key, value)  # starting an epoch over could serve what a reset has freed
+            except Damaged:
+                return "damaged", "its version or an epoch is damaged"
+    return "", ""
+
+
+def _aside(path: Path, kind: str) -> Path:
+    """Move the directory out of the way under a new name; only the last few are kept."""
+    old = sorted(path.parent.glob(f"{path.name}.*-*"), key=_number)
+    for gone in old[: 1 - KEEP_ASIDE] if len(old) >= KEEP_ASIDE else []:
+        shutil.rmtree(gone, ignore_errors=True)
+    target = path.with_name(f"{path.name}.{kind}-{_number(old[-1]) + 1 if old else 1}")
+    return path.rename(target)
+
+
+def _number(path: Path) -> int:
+    tail = path.name.rsplit("-", 1)[-1]
+    return int(tail) if tail.isdigit() else 0

@@ -1,0 +1,274 @@
+"""Which cells of the extent file are free: slabs of equal cells, first fit, freed cells held back.
+
+Pure bookkeeping in blocks of 4 KiB; nothing here touches a file. A slab serves one cell size at a time and
+returns to the common stock once its last cell is free, so no size can strand space for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from kvtier.types import PAGE_ALIGN, align_up
+
+BLOCK: Final = PAGE_ALIGN
+CELLS_PER_SLAB_MIN: Final = 16
+
+
+class Span(NamedTuple):
+    """Consecutive cells: first block in the file, blocks of one cell, number of cells."""
+
+    first: int
+    blocks: int
+    cells: int
+
+    @property
+    def total(self) -> int:
+        """Blocks of the whole span."""
+        return self.blocks * self.cells
+
+
+class Layout(NamedTuple):
+    """How one item lies on disk: `parts` cells of `blocks` blocks each."""
+
+    blocks: int
+    parts: int
+
+
+def layout_of(item_bytes: int, slab_bytes: int) -> Layout:
+    """The cells of an item: one, or several equal ones where one would waste much of a slab."""
+    blocks = align_up(item_bytes) // BLOCK
+    parts = -(-blocks // max(slab_bytes // BLOCK // CELLS_PER_SLAB_MIN, 1))
+    return Layout(-(-blocks // parts), parts)
+
+
+class _Class:
+    """Slabs that serve one cell size."""
+
+    __slots__ = ("free", "heap", "per_slab")
+
+    def __init__(self, per_slab: int) -> None:
+        self.per_slab = per_slab
+        self.free = 0  # cells, without those in parked slabs
+        self.heap: list[int] = []  # slabs that may have a free cell; stale entries fall out when they surface
+
+
+class Cells:
+    """The allocator of one extent file.
+
+    Every block is free, used, or pending (freed by a transaction that is not durable yet). The caller moves
+    spans used -> pending -> free; `release` alone makes cells allocatable again.
+    """
+
+    def __init__(self, capacity_bytes: int, slab_bytes: int) -> None:
+        self.slab_blocks = slab_bytes // BLOCK
+        self.slabs = capacity_bytes // slab_bytes
+        self.used = 0
+        self.pending = 0
+        self._size = [0] * self.slabs  # blocks per cell; 0 while the slab is in the common stock
+        self._mask = [0] * self.slabs  # bit i: cell i is free
+        self._classes: dict[int, _Class] = {}
+        self._stock = list(range(self.slabs))
+        self._stocked = self.slabs  # slabs in stock and not parked
+        self._parked: set[int] = set()
+
+    @property
+    def total(self) -> int:
+        """All blocks."""
+        return self.slabs * self.slab_blocks
+
+    @property
+    def parked(self) -> int:
+        """Free blocks that cannot be used now because the file system has no room behind them."""
+        return sum(
+            self.slab_blocks if not (b := self._size[s]) else b * self._mask[s].bit_count() for s in self._parked
+        )
+
+    def room(self, blocks: int) -> int:
+        """How many cells of this size could be taken now."""
+        per_slab = self.slab_blocks // blocks
+        have = self._classes.get(blocks)
+        return (have.free if have else 0) + self._stocked * per_slab
+
+    def take(self, blocks: int, count: int) -> list[Span] | None:
+        """Take `count` cells, lowest addresses first; None (and no change) where there is no room."""
+        if count > self.room(blocks):
+            return None
+        kind = self._classes.setdefault(blocks, _Class(self.slab_blocks // blocks))
+        spans: list[Span] = []
+        while count:
+            slab = self._slab_with_room(blocks, kind)
+            count -= self._take_from(slab, kind, count, spans)
+        return spans
+
+    def _slab_with_room(self, blocks: int, kind: _Class) -> int:
+        """The lowest slab of the class with a free cell, or a fresh one from the stock."""
+        heap = kind.heap
+        while heap:
+            slab = heap[0]
+            if self._size[slab] == blocks and self._mask[slab] and slab not in self._parked:
+                return slab
+            heapq.heappop(heap)
+        slab = heapq.heappop(self._stock)
+        while self._size[slab] or slab in self._parked:  # stale: in use by now, or back with unpark()
+            slab = heapq.heappop(self._stock)
+        self._stocked -= 1
+        self._size[slab] = blocks
+        self._mask[slab] = (1 << kind.per_slab) - 1
+        kind.free += kind.per_slab
+        heapq.heappush(heap, slab)
+        return slab
+
+    def _take_from(self, slab: int, kind: _Class, count: int, spans: list[Span]) -> int:
+        """Take up to `count` cells of one slab; returns how many."""
+        mask, blocks = self._mask[slab], self._size[slab]
+        base, taken = slab * self.slab_blocks, 0
+        while mask and taken < count:
+            start = (mask & -mask).bit_length() - 1
+            tail = mask >> start
+            length = min(((tail + 1) & ~tail).bit_length() - 1, count - taken)
+            mask ^= ((1 << length) - 1) << start
+            spans.append(Span(base + start * blocks, blocks, length))
+            taken += length
+        self._mask[slab] = mask
+        kind.free -= taken
+        self.used += taken * blocks
+        return taken
+
+    def retire(self, spans: Iterable[Span]) -> None:
+        """Used cells become pending: no longer named in memory, maybe still named by the durable catalogue."""
+        for span in spans:
+            self.used -= span.total
+            self.pending += span.total
+
+    def release(self, spans: Iterable[Span]) -> None:
+        """Pending cells become free: the transaction that freed them is durable, or none ever named them."""
+        for span in spans:
+            self.pending -= span.total
+            self._give_back(span)
+
+    def _give_back(self, span: Span) -> None:
+        slab, at = divmod(span.first, self.slab_blocks)
+        bits = ((1 << span.cells) - 1) << (at // span.blocks)
+        mask = self._mask[slab]
+        assert self._size[slab] == span.blocks, f"slab {slab} serves another size"
+        assert not mask & bits, f"cells of {span} are free already"
+        kind, parked = self._classes[span.blocks], slab in self._parked
+        self._mask[slab] = mask | bits
+        if not parked:
+            kind.free += span.cells
+        if (mask | bits).bit_count() == kind.per_slab:
+            self._restock(slab, kind, parked)
+        elif not mask:
+            heapq.heappush(kind.heap, slab)
+
+    def _restock(self, slab: int, kind: _Class, parked: bool) -> None:
+        """A slab without used cells goes back to the stock."""
+        self._size[slab] = self._mask[slab] = 0
+        if parked:
+            return  # unpark() stocks it
+        kind.free -= kind.per_slab
+        self._stocked += 1
+        heapq.heappush(self._stock, slab)
+
+    def mark(self, span: Span) -> bool:
+        """While loading: a record names these cells. False (and no change) if they cannot be its cells."""
+        slab, at = divmod(span.first, self.slab_blocks)
+        if span.first < 0 or slab >= self.slabs or span.blocks < 1 or span.cells < 1 or at % span.blocks:
+            return False
+        per_slab = self.slab_blocks // span.blocks
+        if at // span.blocks + span.cells > per_slab or self._size[slab] not in (0, span.blocks):
+            return False
+        bits = ((1 << span.cells) - 1) << (at // span.blocks)
+        mask = self._mask[slab] if self._size[slab] else (1 << per_slab) - 1
+        if mask & bits != bits:
+            return False
+        self._size[slab] = span.blocks
+        self._mask[slab] = mask ^ bits
+        self.used += span.total
+        return True
+
+    def unmark(self, span: Span) -> None:
+        """While loading: take back a mark of a record that turned out damaged."""
+        slab, at = divmod(span.first, self.slab_blocks)
+        self._mask[slab] |= ((1 << span.cells) - 1) << (at // span.blocks)
+        self.used -= span.total
+
+    def loaded(self) -> None:
+        """After the last mark: what no record named is free."""
+        self._classes.clear()
+        self._stock.clear()
+        for slab, blocks in enumerate(self._size):
+            per_slab = self.slab_blocks // blocks if blocks else 0
+            if not blocks or self._mask[slab].bit_count() == per_slab:
+                self._size[slab] = self._mask[slab] = 0
+                self._stock.append(slab)
+                continue
+            kind = self._classes.setdefault(blocks, _Class(per_slab))
+            kind.free += self._mask[slab].bit_count()
+            kind.heap.append(slab)
+        self._stocked = len(self._stock)
+
+    def park(self, slab: int) -> None:
+        """The file system has no room behind this slab: take nothing more from it until `unpark`."""
+        if slab in self._parked:
+            return
+        self._parked.add(slab)
+        if blocks := self._size[slab]:
+            self._classes[blocks].free -= self._mask[slab].bit_count()
+        else:
+            self._stocked -= 1
+
+    def unpark(self) -> None:
+        """Offer every parked slab again."""
+        parked, self._parked = self._parked, set()
+        for slab in parked:
+            if blocks := self._size[slab]:
+                self._classes[blocks].free += self._mask[slab].bit_count()
+                heapq.heappush(self._classes[blocks].heap, slab)
+            else:
+                self._stocked += 1
+                heapq.heappush(self._stock, slab)
+
+    def check(self, used: Iterable[Span], pending: Iterable[Span]) -> list[str]:
+        """What disagrees with the spans known to be used and pending: shared cells, lost cells, wrong counts."""
+        wrong: list[str] = []
+        taken: dict[int, int] = {}
+        blocks = [0, 0]
+        for which, spans in enumerate((used, pending)):
+            for span in spans:
+                slab, at = divmod(span.first, self.slab_blocks)
+                bits = ((1 << span.cells) - 1) << (at // span.blocks)
+                if self._size[slab] != span.blocks:
+                    wrong.append(f"{span} lies in a slab of cells of {self._size[slab]} blocks")
+                if taken.get(slab, 0) & bits:
+                    wrong.append(f"{span} shares cells with another span")
+                taken[slab] = taken.get(slab, 0) | bits
+                blocks[which] += span.total
+        for slab, size in enumerate(self._size):
+            full = (1 << self.slab_blocks // size) - 1 if size else 0
+            if self._mask[slab] ^ taken.get(slab, 0) != full or self._mask[slab] & taken.get(slab, 0):
+                wrong.append(f"slab {slab}: free cells and named cells do not add up to all cells")
+        if blocks != [self.used, self.pending]:
+            wrong.append(f"counted {blocks} blocks used and pending, expected {[self.used, self.pending]}")
+        return wrong + self._check_counts()
+
+    def _check_counts(self) -> list[str]:
+        free: dict[int, int] = {}
+        stocked = 0
+        for slab, size in enumerate(self._size):
+            if slab in self._parked:
+                continue
+            if size:
+                free[size] = free.get(size, 0) + self._mask[slab].bit_count()
+            else:
+                stocked += 1
+        wrong = [
+            f"class of {size} blocks counts {kind.free} free cells, has {free.get(size, 0)}"
+            for size, kind in self._classes.items()
+            if kind.free != free.get(size, 0)
+        ]
+        if stocked != self._stocked:
+            wrong.append(f"{self._stocked} slabs counted in stock, {stocked} are there")
+        return wrong

@@ -1,0 +1,461 @@
+"""The disk tier: runs of pages in an extent file, named by a catalogue, durable before anybody is told so.
+
+All metadata belongs to the thread that made the tier (the event loop); `read` alone is called from other threads.
+The order of a write: payload -> fdatasync of the extents -> commit of the catalogue and its sync -> `done`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Condition
+from time import monotonic
+from typing import Any, Final
+
+from kvtier.identity import CacheSpec
+from kvtier.tiers.catalogue import Catalogue
+from kvtier.tiers.cells import BLOCK, CELLS_PER_SLAB_MIN, Cells
+from kvtier.tiers.commits import Commits, Op
+from kvtier.tiers.extentfile import Calls, Extents
+from kvtier.tiers.folder import claim, sync_names
+from kvtier.tiers.lanes import Lanes
+from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger, check_items
+from kvtier.tiers.records import (
+    VERSION_KEY,
+    CacheRecord,
+    Change,
+    Damaged,
+    Item,
+    Placed,
+    Run,
+    Version,
+    View,
+    encode_cache,
+    encode_number,
+    encode_run,
+    encode_version,
+)
+from kvtier.tiers.transfers import CHECKSUM, GONE, Reading, Writing
+from kvtier.types import RUN_PAGES, Code, bad
+
+__all__ = ["CacheRecord", "DiskTier", "Item", "Run"]
+
+log = logging.getLogger("kvtier.disk")
+
+CHUNK: Final = 128
+"""Runs handled before the owner's thread is given back: about a millisecond."""
+UNPARK_S: Final = 30.0
+CLOSE_S: Final = 10.0
+
+Done = Callable[[int | None, str], None]
+
+
+def _ignore(_error: str) -> None:
+    """Nobody waits for it."""
+
+
+class DiskTier:
+    """One directory of stored runs; `load` comes first."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        capacity_bytes: int,
+        *,
+        post: Callable[..., Any],
+        slab_bytes: int = 64 << 20,
+        threads: int = 4,
+        queue_bytes: int = 256 << 20,
+        batch_bytes: int = 64 << 20,
+        linger_s: float = 0.005,
+        direct: bool = True,
+        sync: bool = True,
+        calls: Calls | None = None,
+    ) -> None:
+        if capacity_bytes < CELLS_PER_SLAB_MIN * BLOCK:
+            raise bad("disk.capacity_bytes", f"at least {CELLS_PER_SLAB_MIN * BLOCK}", capacity_bytes)
+        self.path = Path(path)
+        self._post = post
+        self._queue_bytes = queue_bytes
+        slab_bytes = min(slab_bytes, capacity_bytes // CELLS_PER_SLAB_MIN) // BLOCK * BLOCK
+        with contextlib.ExitStack() as undo:
+            self._lock = claim(self.path)
+            undo.callback(os.close, self._lock)
+            limit_bytes = (1 << 30) + capacity_bytes // 4
+            self._catalogue = Catalogue(self.path / "catalogue", slab_bytes, limit_bytes=limit_bytes, sync=sync)
+            undo.callback(self._catalogue.close)
+            slab_bytes = self._catalogue.version.slab_bytes
+            self._cells = Cells(capacity_bytes, slab_bytes)
+            self._extents = Extents(self.path / "extents", self.capacity_bytes, slab_bytes, direct=direct, calls=calls)
+            undo.callback(self._extents.close)
+            sync_names(self.path / "catalogue", self.path, self.path.parent)
+            self._remember()
+            undo.pop_all()
+        self._lanes = Lanes(threads, "kvtier-disk")
+        self._commits = Commits(
+            self._catalogue, self._extents, self._deliver, batch_bytes=batch_bytes, linger_s=linger_s, sync=sync
+        )
+
+    def _remember(self) -> None:
+        """The state in memory, as far as it is known before the runs are loaded."""
+        caches, damaged = self._catalogue.caches()
+        self._strays = [Change(b"caches", key, None) for key in damaged]
+        self._ledger = Ledger(self._cells, caches, self._catalogue.version.next_cache)
+        self._epochs = self._catalogue.epochs()
+        self._queued = self._heard = 0
+        self._sick = ""
+        self._loaded = self._closing = False
+        self._parked_at = 0.0
+        self._completed: SimpleQueue[tuple[list[Op], str]] = SimpleQueue()
+        self._reads = Condition()
+        self._reading = 0
+        self._counts = Counter(set_aside=int(self._catalogue.set_aside), checksum_failures=0, io_errors=0)
+        self._counts.update(damaged_runs=0, write_errors=0, bytes_written=0, bytes_read=0, runs_written=0)
+        self.refusal = ""
+        """Why the last `write` said no: loading, no_space, busy or closing."""
+
+    # -- what is there ------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """loading, ready, sick or closing."""
+        if self._closing:
+            return "closing"
+        if not self._loaded:
+            return "loading"
+        return "sick" if self._sick else "ready"
+
+    @property
+    def error(self) -> str:
+        """Name of the failure (as ENOSPC) since which no write has worked; empty when well."""
+        return self._sick
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of the extent file: never exceeded."""
+        return self._cells.total * BLOCK
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of cells that hold, or are about to hold, items."""
+        return self._cells.used * BLOCK
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes freed, and free once that is durable."""
+        return self._cells.pending * BLOCK
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes neither used nor pending."""
+        return self.capacity_bytes - self.used_bytes - self.pending_bytes
+
+    @property
+    def queued_bytes(self) -> int:
+        """Payload of writes that are not durable yet."""
+        return self._queued
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counters since the tier was opened, and present sizes."""
+        with self._reads:
+            counts = dict(self._counts)
+        counts["commits"] = self._commits.commits
+        counts["runs"] = len(self._ledger.runs)
+        counts["parked_bytes"] = self._cells.parked * BLOCK
+        counts["catalogue_bytes"] = self._catalogue.used_bytes
+        return counts
+
+    def room(self, cache: int, group: int = 0) -> int:
+        """How many more items of one group would fit now."""
+        blocks, parts = self._ledger.layouts(cache)[group]
+        return self._cells.room(blocks) // parts
+
+    def caches(self) -> dict[int, CacheRecord]:
+        """The caches that have, or may get, runs here."""
+        return dict(self._ledger.caches)
+
+    # -- caches and epochs --------------------------------------------------------------------------------------
+
+    def open_cache(self, cache_id: bytes, base_id: bytes, scope: str, epoch: int, spec: CacheSpec) -> int:
+        """The number of a cache here, the same as before if it is known; durable before any run of it."""
+        for number, record in self._ledger.caches.items():
+            if record.cache_id == cache_id:
+                return number
+        record = CacheRecord(cache_id, base_id, scope, epoch, spec)
+        number = self._ledger.add_cache(record)
+        key = _cache_key(number)
+        now = self._catalogue.version
+        version = encode_version(Version(now.format, now.slab_bytes, self._ledger.next_cache))
+        self._submit([Change(b"caches", key, encode_cache(key, record)), Change(b"meta", VERSION_KEY, version)])
+        return number
+
+    def drop_cache(self, number: int) -> None:
+        """Free all its runs, a few at a time; no page of it may be in a read, and the number never returns."""
+        self._ledger.drop_cache(number)
+        self._submit([Change(b"caches", _cache_key(number), None)])
+        self._drop_some(number)
+
+    def _drop_some(self, number: int) -> None:
+        """Free the next few runs of a dropped cache; what a restart interrupts, loading finishes."""
+        of_cache = self._ledger.of_cache[number]
+        runs = [self._ledger.runs[run] for run in islice(of_cache, CHUNK)]
+        self._free([(run.id, run.live) for run in runs])
+        if of_cache and not self._closing:
+            self._post(self._drop_some, number)
+
+    def epoch(self, base_id: bytes) -> int:
+        """The durable epoch of a base id; 0 where none was ever set."""
+        return self._epochs.get(base_id, 0)
+
+    def set_epoch(self, base_id: bytes, epoch: int, done: Callable[[str], None]) -> None:
+        """Record an epoch; `done` gets an empty string once it is durable, or an error code."""
+
+        def finish(error: str) -> None:
+            if not error:
+                self._epochs[base_id] = epoch
+            done(error)
+
+        self._submit([Change(b"epochs", base_id, encode_number(base_id, epoch))], finish, keep=False, urgent=True)
+
+    # -- loading ------------------------------------------------------------------------------------------------
+
+    def load(self) -> Iterator[Run]:
+        """Every stored run, parents before children; nothing can be written before this has ended.
+
+        Cut it into slices as you like; `free` and `forget` may be called in between. Keys and chains of a run
+        are gone once the next one is asked for.
+        """
+        after = b""
+        while chunk := self._catalogue.runs(after, CHUNK):
+            after = chunk[-1][0]
+            for key, value, mask in chunk:
+                if run := self._restore(key, value, mask):
+                    yield run
+                    run.keys = run.chains = b""
+        self._cells.loaded()
+        self._loaded = True
+        if self._strays:
+            self._submit(self._strays)
+
+    def _restore(self, key: bytes, value: bytes, mask: bytes | None) -> Run | None:
+        """One run as it was; None, and its record will be deleted, where that cannot be."""
+        run = None
+        try:
+            run = self._ledger.restore(key, value, mask)
+        except Damaged:
+            self._count(damaged_runs=1)
+            log.warning("run %s of the disk catalogue is damaged and dropped", key.hex())
+        if run is None:
+            self._strays += [Change(b"runs", key, None), Change(b"live", key, None)]
+        return run
+
+    def forget(self, run_id: int) -> None:
+        """Free a whole run, for which the index has no place."""
+        if run := self._ledger.runs.get(run_id):
+            self._free([(run_id, run.live)])
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def write(
+        self, cache: int, parent: bytes, depth: int, keys: bytes, chains: bytes, items: Sequence[Item], done: Done
+    ) -> bool:
+        """Store a run; `done(run id, "")` once it is durable, else `done(None, error code)`.
+
+        False, and no more, where `refusal` says why: no_space (free something, wait for `flush`, ask again),
+        busy (too much is queued), loading, closing. The bytes must stay as they are until `done`.
+        Parents are written before their children; if a parent's write fails, its children's fail too.
+        """
+        layouts = self._ledger.layouts(cache)
+        stride = self._ledger.caches[cache].spec.stride
+        pages = len(keys) // stride
+        if not 1 <= pages <= RUN_PAGES or len(keys) % stride:
+            raise bad("keys", f"1..{RUN_PAGES} keys of {stride} bytes", len(keys))
+        check_items(items, pages, len(layouts))
+        size = sum(layouts[item.group].blocks * layouts[item.group].parts for item in items) * BLOCK
+        self.refusal = self._refuse(size)
+        if self.refusal:
+            return False
+        begun = self._ledger.begin(cache, pages, items)
+        if begun is None and self._unpark():
+            begun = self._ledger.begin(cache, pages, items)
+        if begun is None:
+            self.refusal = Code.NO_SPACE.value
+            return False
+        run, placed = begun
+        run.parent, run.depth, run.keys, run.chains = parent, depth, keys, chains
+        self._send(run, placed, items, size, done)
+        return True
+
+    def _refuse(self, size: int) -> str:
+        if self._closing:
+            return Code.CLOSING.value
+        if not self._loaded:
+            return "loading"
+        return Code.BUSY.value if self._queued and self._queued + size > self._queue_bytes else ""
+
+    def _unpark(self) -> bool:
+        """Now and then, try again where the file system had no room."""
+        if not self._cells.parked or monotonic() - self._parked_at < UNPARK_S:
+            return False
+        self._cells.unpark()
+        return True
+
+    def _send(self, run: Run, placed: list[Placed], items: Sequence[Item], size: int, done: Done) -> None:
+        op = Op([Change(b"runs", run.key, encode_run(run, placed))], _ignore, keep=False)
+        op.size, op.ready, op.heard = size, False, self._heard
+        op.parent, op.chains = run.parent, run.chains
+        writing = Writing(op, run, items, self._extents, self._lanes, self._commits.ready)
+        op.finish = partial(self._written, run, writing, done)
+        self._queued += size
+        self._commits.submit(op)
+        self._lanes.submit(writing, urgent=False)
+
+    def _written(self, run: Run, writing: Writing, done: Done, error: str) -> None:
+        """A run's write has ended: it is durable, or its cells go back."""
+        self._queued -= writing.op.size
+        run.keys = run.chains = b""
+        if error:
+            self._failed(run, writing)
+            done(None, error)
+            return
+        self._sick = ""
+        self._count(bytes_written=writing.op.size, runs_written=1)
+        self._ledger.publish(run)
+        if run.cache in self._ledger.caches:
+            done(run.id, "")
+        else:  # dropped meanwhile
+            self.forget(run.id)
+            done(None, Code.UNKNOWN.value)
+
+    def _failed(self, run: Run, writing: Writing) -> None:
+        op = writing.op
+        self._heard = max(self._heard, op.failure)
+        self._sick = op.reason or self._sick
+        self._count(write_errors=1)
+        self._ledger.abandon(run, doubtful=op.doubtful)
+        if writing.unbacked >= 0:
+            self._cells.park(writing.unbacked)
+            self._parked_at = monotonic()
+
+    # -- freeing ------------------------------------------------------------------------------------------------
+
+    def free(self, handles: Iterable[int]) -> None:
+        """Forget these pages (unknown ones are passed over); their cells are free once that is durable.
+
+        No page may be in a read; children go before, or together with, their parents.
+        """
+        masks: dict[int, int] = {}
+        for handle in handles:
+            run = handle >> PAGE_BITS
+            masks[run] = masks.get(run, 0) | 1 << (handle & PAGE_MASK)
+        self._free(masks.items())
+
+    def _free(self, masks: Iterable[tuple[int, int]]) -> None:
+        if freed := self._ledger.free(masks):
+            self._submit(freed.changes, partial(self._freed, freed))
+
+    def _freed(self, freed: Freed, error: str) -> None:
+        if not error:
+            self._ledger.freed(freed.ticket)
+
+    def flush(self, done: Callable[[str], None]) -> None:
+        """`done` gets an empty string once everything asked before is durable, else the code of what prevented it."""
+        self._submit([], done, keep=False, urgent=True)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def read(self, reqs: Sequence[tuple[int, int, Sequence[View]]]) -> list[str]:
+        """Fill each (handle, group, views) with its item; blocks, for worker threads.
+
+        Per request an empty string, or why its views hold nothing of use: io, checksum, gone, closing. The
+        caller keeps the pages from being freed meanwhile.
+        """
+        with self._reads:
+            if self._closing:
+                return [Code.CLOSING.value] * len(reqs)
+            self._reading += 1
+        try:
+            places = [self._ledger.find(handle, group) for handle, group, _ in reqs]
+            results = Reading(places, [views for _, _, views in reqs], self._extents).run(self._lanes)
+        finally:
+            with self._reads:
+                self._reading -= 1
+                self._reads.notify_all()
+        size = sum(view.size for error, (_, _, views) in zip(results, reqs, strict=True) if not error for view in views)
+        wrong = results.count(CHECKSUM)
+        failed = len(results) - results.count("") - wrong - results.count(GONE)
+        self._count(bytes_read=size, checksum_failures=wrong, io_errors=failed)
+        return results
+
+    def _count(self, **more: int) -> None:
+        with self._reads:
+            self._counts.update(more)
+
+    # -- completions --------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, changes: list[Change], finish: Callable[[str], None] = _ignore, *, keep: bool = True, urgent: bool = False
+    ) -> None:
+        if self._closing:
+            finish(Code.CLOSING.value)
+            return
+        op = Op(changes, finish, keep=keep)
+        op.heard, op.urgent = self._heard, urgent
+        self._commits.submit(op)
+
+    def _deliver(self, ops: list[Op], failure: str) -> None:
+        """From the commit thread: have the owner finish these."""
+        self._completed.put((ops, failure))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: close() finishes them
+            self._post(self._finish)
+
+    def _finish(self) -> None:
+        while True:
+            try:
+                ops, failure = self._completed.get_nowait()
+            except Empty:
+                return
+            self._sick = failure or self._sick
+            if any(op.changes and not op.error for op in ops):
+                self._ledger.settle_doubts()
+            for op in ops:
+                try:
+                    op.finish(op.error)
+                except Exception:
+                    log.exception("what waited for a write to disk failed")
+
+    # -- checking and closing -----------------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """Every disagreement between runs, cells and counts; empty when all is well. Loading must have ended."""
+        return self._ledger.check()
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Finish what is under way, commit what is ready, refuse the rest; blocks, at most a few timeouts."""
+        if self._closing:
+            return
+        with self._reads:
+            self._closing = True
+            idle = self._reads.wait_for(lambda: not self._reading, timeout_s)
+        ended = self._lanes.close(timeout_s) and idle
+        committed = self._commits.close(timeout_s)
+        self._finish()
+        if committed:
+            self._catalogue.close()
+        if ended and committed:
+            self._extents.close()
+            os.close(self._lock)
+            return
+        log.error("the disk tier %s is stuck in a call: it stays locked until this process ends", self.path)
+
+
+def _cache_key(number: int) -> bytes:
+    return number.to_bytes(4, "big")

@@ -1,0 +1,210 @@
+"""The extent file: bytes between 4 KiB-aligned slots and cells, past the page cache where the file system allows.
+
+Neighbouring cells go in one vectored call; a tail that is no multiple of 4 KiB goes through an aligned scratch
+block, so nothing outside the given views is read or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvtier.tiers.cells import BLOCK
+from kvtier.tiers.records import View
+from kvtier.types import align_up
+
+IO_BYTES: Final = 4 << 20
+"""No single call moves more, so that a waiting read is never far behind a write."""
+IO_VIEWS: Final = 512
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Calls:
+    """The system calls that touch the extents, in one place so that tests can make them fail."""
+
+    pwritev = staticmethod(os.pwritev)
+    preadv = staticmethod(os.preadv)
+    fdatasync = staticmethod(os.fdatasync)
+    fallocate = staticmethod(os.posix_fallocate)
+
+
+class Piece(NamedTuple):
+    """Bytes that lie together both in the file and in memory."""
+
+    offset: int
+    view: View
+    owner: int
+    """Which request the bytes belong to."""
+
+
+class Io(NamedTuple):
+    """One vectored call."""
+
+    offset: int
+    views: list[View]
+    size: int
+    owners: frozenset[int]
+
+
+class Scratch:
+    """Aligned blocks for what cannot go directly, and where each one's bytes belong."""
+
+    def __init__(self) -> None:
+        self._moves: list[tuple[View, View]] = []
+
+    def stand_in(self, view: View) -> View:
+        """An aligned, zero-padded buffer for a view that is not aligned itself."""
+        buffer: View = np.frombuffer(mmap.mmap(-1, align_up(view.size)), np.uint8)
+        self._moves.append((view, buffer[: view.size]))
+        return buffer
+
+    def fill(self) -> None:
+        """Before a write: the views' bytes into their stand-ins."""
+        for view, buffer in self._moves:
+            np.copyto(buffer, view)
+
+    def spill(self) -> None:
+        """After a read: the stand-ins' bytes into the views."""
+        for view, buffer in self._moves:
+            np.copyto(view, buffer)
+
+
+def _aligned(view: View, scratch: Scratch) -> Iterator[View]:
+    """Views that O_DIRECT takes, covering this one and its padding."""
+    whole = view.size - view.size % BLOCK
+    if view.__array_interface__["data"][0] % BLOCK:
+        whole = 0
+    if whole:
+        yield view[:whole]
+    if whole < view.size:
+        yield scratch.stand_in(view[whole:])
+
+
+def pieces(
+    views: Iterable[View], cells: Sequence[int], cell_bytes: int, owner: int, scratch: Scratch
+) -> Iterator[Piece]:
+    """The bytes of one item, cut where either its memory or its cells end."""
+    at, end, cell = 0, 0, -1
+    for whole in views:
+        for view in _aligned(whole, scratch):
+            done = 0
+            while done < view.size:
+                if at == end:
+                    cell += 1
+                    at = cells[cell] * BLOCK
+                    end = at + cell_bytes
+                size = min(view.size - done, end - at, IO_BYTES)
+                yield Piece(at, view[done : done + size], owner)
+                at += size
+                done += size
+
+
+def join(parts: Iterable[Piece]) -> list[Io]:
+    """Few large calls out of many pieces: sorted by offset, neighbours joined up to IO_BYTES."""
+    out: list[Io] = []
+    views: list[View] = []
+    owners: set[int] = set()
+    start = end = 0
+    for offset, view, owner in sorted(parts, key=lambda piece: piece.offset):
+        if views and (offset != end or end - start + view.size > IO_BYTES or len(views) >= IO_VIEWS):
+            out.append(Io(start, views, end - start, frozenset(owners)))
+            views, owners = [], set()
+        if not views:
+            start = end = offset
+        views.append(view)
+        owners.add(owner)
+        end += view.size
+    if views:
+        out.append(Io(start, views, end - start, frozenset(owners)))
+    return out
+
+
+class Extents:
+    """The open extent file. Its methods may be called from any thread; all but the constructor release the GIL."""
+
+    def __init__(
+        self, path: Path, size: int, slab_bytes: int, *, direct: bool = True, calls: Calls | None = None
+    ) -> None:
+        self._calls = calls or Calls()
+        self.slab_bytes = slab_bytes
+        self._backed: set[int] = set()
+        self._backing = threading.Lock()
+        self._fd, self.direct = _open(path, direct)
+        try:
+            if os.fstat(self._fd).st_size != size:
+                os.ftruncate(self._fd, size)
+        except OSError:
+            os.close(self._fd)
+            raise
+
+    def back(self, slab: int) -> None:
+        """Have the file system set aside room for a slab, once per process; raises OSError where there is none."""
+        if slab in self._backed:
+            return
+        with self._backing:
+            if slab not in self._backed:
+                self._calls.fallocate(self._fd, slab * self.slab_bytes, self.slab_bytes)
+                self._backed.add(slab)
+
+    def write(self, io: Io) -> None:
+        """All bytes of one call to the file; raises OSError."""
+        _whole(self._calls.pwritev, self._fd, io)
+
+    def read(self, io: Io) -> None:
+        """All bytes of one call from the file; raises OSError, EIO where the file ends early."""
+        _whole(self._calls.preadv, self._fd, io)
+        if not self.direct:
+            os.posix_fadvise(self._fd, io.offset, io.size, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Everything written before this call is on the device when it returns; raises OSError."""
+        self._calls.fdatasync(self._fd)
+        if not self.direct:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file; no call may be under way."""
+        os.close(self._fd)
+
+
+def _open(path: Path, direct: bool) -> tuple[int, bool]:
+    """A descriptor and whether it passes the page cache by."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    if direct:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, flags | os.O_DIRECT, 0o600)
+            try:
+                probe = mmap.mmap(-1, BLOCK)
+                os.preadv(fd, [probe], 0)
+            except OSError:
+                os.close(fd)
+                raise
+            return fd, True
+    return os.open(path, flags, 0o600), False
+
+
+def _whole(call: object, fd: int, io: Io) -> None:
+    """Repeat a vectored call until it has moved everything."""
+    assert callable(call)
+    done: int = call(fd, io.views, io.offset)
+    while done < io.size:
+        if (more := call(fd, _after(io.views, done), io.offset + done)) == 0:
+            raise OSError(errno.EIO, "the file ends early")
+        done += more
+
+
+def _after(views: list[View], done: int) -> list[View]:
+    """The views behind the first `done` bytes."""
+    for at, view in enumerate(views):
+        if done < view.size:
+            return [view[done:], *views[at + 1 :]]
+        done -= view.size
+    return []

@@ -1,0 +1,214 @@
+"""What lies where on disk: caches, runs and the state of every cell. Belongs to one thread and touches no file."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Final, NamedTuple
+
+from kvtier.tiers.cells import BLOCK, Cells, Layout, Span
+from kvtier.tiers.records import (
+    CacheRecord,
+    Change,
+    Damaged,
+    Item,
+    Placed,
+    Run,
+    decode_number,
+    decode_run,
+    encode_number,
+    place,
+    run_number,
+)
+from kvtier.types import RUN_PAGES, Code, KvtierError, bad
+
+PAGE_BITS: Final = 6
+PAGE_MASK: Final = RUN_PAGES - 1
+
+
+class Place(NamedTuple):
+    """Where one item lies and the sum its bytes must have."""
+
+    cells: Sequence[int]
+    cell_bytes: int
+    sum: int
+
+
+class Freed(NamedTuple):
+    """A free on its way into the catalogue: the changes, and the ticket under which its cells wait."""
+
+    ticket: int
+    changes: list[Change]
+
+
+class Ledger:
+    """The runs in memory and the cells they hold: each cell is free, used by one run, or pending."""
+
+    def __init__(self, cells: Cells, caches: dict[int, CacheRecord], next_cache: int) -> None:
+        slab_bytes = cells.slab_blocks * BLOCK
+        self.cells = cells
+        self.caches = caches
+        self.next_cache = next_cache
+        self.next_run = 1
+        self.runs: dict[int, Run] = {}
+        self.of_cache: dict[int, set[int]] = {number: set() for number in caches}
+        self._layouts = {number: record.layouts(slab_bytes) for number, record in caches.items()}
+        self._writing: dict[int, list[Span]] = {}  # by run: cells of runs that are not durable yet
+        self._pending: dict[int, list[Span]] = {}  # by ticket: cells whose free is not durable yet
+        self._doubtful: list[Span] = []  # pending too: cells that a failed commit may have named
+        self._tickets = count()
+
+    # -- caches -------------------------------------------------------------------------------------------------
+
+    def add_cache(self, record: CacheRecord) -> int:
+        """Give a cache a number that no other ever had."""
+        number, self.next_cache = self.next_cache, self.next_cache + 1
+        self.caches[number] = record
+        self.of_cache[number] = set()
+        self._layouts[number] = record.layouts(self.cells.slab_blocks * BLOCK)
+        return number
+
+    def drop_cache(self, number: int) -> None:
+        """The cache takes no more runs; those it has are still to be freed. Raises unknown."""
+        self.layouts(number)
+        del self.caches[number], self._layouts[number]
+
+    def layouts(self, cache: int) -> tuple[Layout, ...]:
+        """Cells of one item, per group; raises unknown."""
+        if cache not in self.caches:
+            raise KvtierError(Code.UNKNOWN, f"no cache {cache} on disk", "cache")
+        return self._layouts[cache]
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    def begin(self, cache: int, pages: int, items: Sequence[Item]) -> tuple[Run, list[Placed]] | None:
+        """A new run with cells for all its items; None (and no change) where there is no room."""
+        layouts = self.layouts(cache)
+        placed: list[Placed] = []
+        for group, layout in enumerate(layouts):
+            own = sorted((item for item in items if item.group == group), key=lambda item: item.page)
+            spans = self.cells.take(layout.blocks, len(own) * layout.parts)
+            if spans is None:
+                for part in placed:
+                    self.cells.retire(part.spans)
+                    self.cells.release(part.spans)
+                return None
+            present = sum(1 << item.page for item in own)
+            placed.append(Placed(present, spans, array("Q", [item.sum for item in own])))
+        run = Run(self.next_run, cache, pages, layouts)
+        self.next_run += 1
+        place(run, placed)
+        self._writing[run.id] = [span for part in placed for span in part.spans]
+        return run, placed
+
+    def publish(self, run: Run) -> None:
+        """The run is durable."""
+        del self._writing[run.id]
+        self.runs[run.id] = run
+        self.of_cache[run.cache].add(run.id)
+
+    def abandon(self, run: Run, *, doubtful: bool) -> None:
+        """The run failed: its cells are free again, in doubt only after the next commit that works."""
+        spans = self._writing.pop(run.id)
+        self.cells.retire(spans)
+        if doubtful:
+            self._doubtful += spans
+        else:
+            self.cells.release(spans)
+
+    def settle_doubts(self) -> None:
+        """A commit has worked: the catalogue certainly does not name what the failed ones before it did."""
+        spans, self._doubtful = self._doubtful, []
+        self.cells.release(spans)
+
+    # -- freeing ------------------------------------------------------------------------------------------------
+
+    def free(self, masks: Iterable[tuple[int, int]]) -> Freed | None:
+        """Take pages (run, mask) out of their runs; None where none of them was stored."""
+        spans: list[Span] = []
+        changes: list[Change] = []
+        for number, mask in masks:
+            run = self.runs.get(number)
+            if run is None or not (gone := mask & run.live):
+                continue
+            spans += run.spans(gone)
+            run.live &= ~gone
+            if run.live:
+                run.trimmed = True
+                changes.append(Change(b"live", run.key, encode_number(run.key, run.live)))
+            else:
+                self._delete(run, changes)
+        if not changes:
+            return None
+        ticket = next(self._tickets)
+        self.cells.retire(spans)
+        self._pending[ticket] = spans
+        return Freed(ticket, changes)
+
+    def _delete(self, run: Run, changes: list[Change]) -> None:
+        del self.runs[run.id]
+        self.of_cache[run.cache].discard(run.id)
+        changes.append(Change(b"runs", run.key, None))
+        if run.trimmed:
+            changes.append(Change(b"live", run.key, None))
+
+    def freed(self, ticket: int) -> None:
+        """The free is durable: its cells may be used again."""
+        self.cells.release(self._pending.pop(ticket))
+
+    # -- loading ------------------------------------------------------------------------------------------------
+
+    def restore(self, key: bytes, value: bytes, mask: bytes | None) -> Run | None:
+        """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right."""
+        self.next_run = max(self.next_run, run_number(key) + 1)
+        found = decode_run(key, value, self._layouts)
+        if found is None:
+            return None
+        run, spans = found
+        if mask is not None:
+            run.live, run.trimmed = run.live & decode_number(key, mask), True
+            spans = run.spans(run.live)
+        if not run.live:
+            raise Damaged
+        for at, span in enumerate(spans):
+            if not self.cells.mark(span):
+                for marked in spans[:at]:
+                    self.cells.unmark(marked)
+                raise Damaged
+        self.runs[run.id] = run
+        self.of_cache[run.cache].add(run.id)
+        return run
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def find(self, handle: int, group: int) -> Place | None:
+        """Where an item lies; None where it is not stored. May be called from any thread."""
+        run, page = self.runs.get(handle >> PAGE_BITS), handle & PAGE_MASK
+        if run is None or not run.live >> page & 1:
+            return None
+        blocks, parts = run.layouts[group]
+        cells = run.cells[group][page * parts : page * parts + parts]
+        if not cells or cells[0] < 0:
+            return None
+        return Place(cells, blocks * BLOCK, run.sums[group][page])
+
+    def check(self) -> list[str]:
+        """Every disagreement between runs, cells and counts; empty when all is well."""
+        used = [span for run in self.runs.values() for span in run.spans(run.live)]
+        used += [span for spans in self._writing.values() for span in spans]
+        pending = [span for spans in self._pending.values() for span in spans] + self._doubtful
+        wrong = self.cells.check(used, pending)
+        for number, run in self.runs.items():
+            if run.id != number or not run.live or run.live >> run.pages or number not in self.of_cache[run.cache]:
+                wrong.append(f"run {number} is not what it is filed as")
+        if sum(map(len, self.of_cache.values())) != len(self.runs):
+            wrong.append("runs by cache and runs differ")
+        return wrong
+
+
+def check_items(items: Sequence[Item], pages: int, groups: int) -> None:
+    """Raise bad_request unless every item is one of these pages' and groups', and the only one."""
+    seen = {(item.group, item.page) for item in items if 0 <= item.page < pages and 0 <= item.group < groups}
+    if not items or len(seen) != len(items):
+        raise bad("items", f"items of {pages} pages and {groups} groups, each at most once", len(items))

@@ -1,0 +1,322 @@
+"""What the disk tier knows of caches and runs, and how the catalogue spells it.
+
+Each value ends in the xxh3-64 of its key and body, so a record that is damaged, or filed under another's key,
+is found out by itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.identity import TOKEN_BYTES, CacheSpec
+from kvtier.tiers.cells import Layout, Span, layout_of
+
+FORMAT: Final = 1
+"""Version of the catalogue; a higher one on disk is left alone."""
+
+VERSION_KEY: Final = b"version"
+
+View = npt.NDArray[np.uint8]
+_CHECK: Final = struct.Struct("<Q")
+_RUN_KEY: Final = struct.Struct(">IQ")
+_MASK: Final = struct.Struct("<Q")
+
+
+class Item(NamedTuple):
+    """One page's (or state point's) bytes of one group, on their way to disk."""
+
+    page: int
+    """Index of the page in its run, 0..63."""
+    group: int
+    sum: int
+    """xxh3-64 of the bytes."""
+    views: Sequence[View]
+    """The bytes in order: slots at 4 KiB-aligned addresses, all but the last a multiple of 4 KiB long."""
+
+
+class Change(NamedTuple):
+    """One value of the catalogue to put, or with None to delete."""
+
+    db: bytes
+    key: bytes
+    value: bytes | None
+
+
+class Placed(NamedTuple):
+    """One group of a run: the mask of pages that have an item, their cells and their sums, in page order."""
+
+    present: int
+    spans: list[Span]
+    sums: array[int]
+
+
+class Damaged(Exception):  # noqa: N818 - says what the record is
+    """A record whose checksum or contents are not what was written."""
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The catalogue's first record; later formats keep its first field."""
+
+    format: int
+    slab_bytes: int = 0
+    next_cache: int = 1
+    """Cache numbers are never used twice: a run left over from a dropped cache must not enter another."""
+
+
+class CacheRecord(msgspec.Struct, frozen=True):
+    """One cache that has, or may get, runs on disk."""
+
+    cache_id: bytes
+    base_id: bytes
+    scope: str
+    epoch: int
+    spec: CacheSpec
+
+    @property
+    def item_bytes(self) -> tuple[int, ...]:
+        """Bytes of one item, per group."""
+        return tuple(group.item_bytes for group in self.spec.groups)
+
+    def layouts(self, slab_bytes: int) -> tuple[Layout, ...]:
+        """Cells of one item, per group."""
+        return tuple(layout_of(size, slab_bytes) for size in self.item_bytes)
+
+
+class Run:
+    """Up to 64 consecutive pages written together: what is known of them while the tier is open."""
+
+    __slots__ = (
+        "cache",
+        "cells",
+        "chains",
+        "depth",
+        "id",
+        "keys",
+        "layouts",
+        "live",
+        "pages",
+        "parent",
+        "sums",
+        "trimmed",
+    )
+
+    def __init__(self, number: int, cache: int, pages: int, layouts: tuple[Layout, ...]) -> None:
+        self.id = number
+        self.cache = cache
+        self.parent = b""
+        """Chain key of the page before; empty in keyed caches."""
+        self.depth = 0
+        """Page number of the first page; 0 in keyed caches."""
+        self.pages = pages
+        self.layouts = layouts
+        self.keys = b""
+        """Concatenated page keys; dropped once the index has them."""
+        self.chains = b""
+        """Concatenated chain keys; dropped once the index has them; empty in keyed caches."""
+        self.live = (1 << pages) - 1
+        """Bit i: page i is still stored."""
+        self.trimmed = False
+        """Whether the catalogue holds a mask for this run."""
+        self.cells: tuple[array[int], ...] = ()
+        """Per group, `parts` first blocks for each page; -1 where the page has no item."""
+        self.sums: tuple[array[int], ...] = ()
+        """Per group, xxh3-64 of each page's item."""
+
+    @property
+    def key(self) -> bytes:
+        """Its key in the catalogue: by depth, so that parents load before children."""
+        return _RUN_KEY.pack(self.depth, self.id)
+
+    def spans(self, pages: int) -> list[Span]:
+        """The cells of the pages in this mask, consecutive ones joined."""
+        out: list[Span] = []
+        for cells, (blocks, parts) in zip(self.cells, self.layouts, strict=True):
+            first = count = 0
+            for page in range(self.pages):
+                if not pages >> page & 1:
+                    continue
+                for cell in cells[page * parts : page * parts + parts]:
+                    if count and cell == first + count * blocks:
+                        count += 1
+                        continue
+                    if count:
+                        out.append(Span(first, blocks, count))
+                    first, count = cell, int(cell >= 0)
+            if count:
+                out.append(Span(first, blocks, count))
+        return out
+
+
+def run_number(key: bytes) -> int:
+    """The run's id in its catalogue key; 0 where the key is none."""
+    return int(_RUN_KEY.unpack(key)[1]) if len(key) == _RUN_KEY.size else 0
+
+
+class _Group(msgspec.Struct, array_like=True, frozen=True):
+    """One group of a run: which pages have an item, their cells as (first, blocks, count) triples, their sums."""
+
+    present: int
+    spans: tuple[int, ...]
+    sums: bytes
+
+
+class _Run(msgspec.Struct, array_like=True, frozen=True):
+    cache: int
+    pages: int
+    parent: bytes
+    planes: int
+    keys: bytes
+    chains: bytes
+    groups: tuple[_Group, ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_run = msgspec.msgpack.Decoder(_Run).decode
+_decode_cache = msgspec.msgpack.Decoder(CacheRecord).decode
+
+
+def seal(key: bytes, body: bytes) -> bytes:
+    """The body with the checksum over key and body behind it."""
+    return body + _CHECK.pack(xxhash.xxh3_64_intdigest(key + body))
+
+
+def unseal(key: bytes, value: bytes | memoryview) -> memoryview:
+    """The body of a sealed value; raises Damaged where the checksum differs."""
+    view = memoryview(value)
+    body = view[: -_CHECK.size]
+    check = xxhash.xxh3_64(key)
+    check.update(body)
+    if len(view) < _CHECK.size or check.intdigest() != _CHECK.unpack(view[-_CHECK.size :])[0]:
+        raise Damaged
+    return body
+
+
+def pack_keys(keys: bytes) -> tuple[int, bytes]:
+    """Page keys as byte planes without the high planes that are all zero: token ids rarely need four bytes."""
+    planes = TOKEN_BYTES
+    if len(keys) % TOKEN_BYTES:
+        return planes, keys
+    while planes > 1 and not keys[planes - 1 :: TOKEN_BYTES].strip(b"\0"):
+        planes -= 1
+    if planes == TOKEN_BYTES:
+        return planes, keys
+    return planes, b"".join(keys[plane::TOKEN_BYTES] for plane in range(planes))
+
+
+def unpack_keys(planes: int, packed: bytes) -> bytes:
+    """The page keys that `pack_keys` was given."""
+    if planes == TOKEN_BYTES:
+        return packed
+    words = len(packed) // planes
+    out = np.zeros((words, TOKEN_BYTES), np.uint8)
+    out[:, :planes] = np.frombuffer(packed, np.uint8).reshape(planes, words).T
+    return out.tobytes()
+
+
+def _expand(spans: Iterable[Span]) -> array[int]:
+    cells = array("q")
+    for first, blocks, count in spans:
+        cells.extend(range(first, first + blocks * count, blocks))
+    return cells
+
+
+def place(run: Run, groups: Sequence[Placed]) -> None:
+    """Give a run its cells and sums; raises Damaged where they cannot be those of such a run."""
+    cells, sums = [], []
+    for (present, spans, have), (blocks, parts) in zip(groups, run.layouts, strict=True):
+        flat = _expand(spans)
+        if any(span.blocks != blocks for span in spans):
+            raise Damaged
+        if present.bit_count() * parts != len(flat) or present.bit_count() != len(have) or present >> run.pages:
+            raise Damaged
+        if present.bit_count() == run.pages:
+            cells.append(flat)
+            sums.append(have)
+            continue
+        all_cells, all_sums = array("q", [-1]) * (run.pages * parts), array("Q", [0]) * run.pages
+        for at, page in enumerate(page for page in range(run.pages) if present >> page & 1):
+            all_cells[page * parts : page * parts + parts] = flat[at * parts : at * parts + parts]
+            all_sums[page] = have[at]
+        cells.append(all_cells)
+        sums.append(all_sums)
+    run.cells, run.sums = tuple(cells), tuple(sums)
+
+
+def encode_run(run: Run, groups: Sequence[Placed]) -> bytes:
+    """The catalogue's value for a run whose keys and chains are still in memory."""
+    planes, keys = pack_keys(run.keys)
+    parts = tuple(
+        _Group(present, tuple(n for s in spans for n in s), sums.tobytes()) for present, spans, sums in groups
+    )
+    return seal(run.key, _encode(_Run(run.cache, run.pages, run.parent, planes, keys, run.chains, parts)))
+
+
+def decode_run(
+    key: bytes, value: bytes | memoryview, caches: dict[int, tuple[Layout, ...]]
+) -> tuple[Run, list[Span]] | None:
+    """A run and all its cells, as written; None where its cache is gone. Raises Damaged."""
+    try:
+        record = _decode_run(unseal(key, value))
+        depth, number = _RUN_KEY.unpack(key)
+        if record.cache not in caches:
+            return None
+        run = Run(number, record.cache, record.pages, caches[record.cache])
+        run.parent, run.depth = record.parent, depth
+        run.keys, run.chains = unpack_keys(record.planes, record.keys), record.chains
+        groups = [Placed(g.present, _triples(g.spans), array("Q", g.sums)) for g in record.groups]
+        place(run, groups)
+    except (msgspec.DecodeError, ValueError, struct.error) as error:
+        raise Damaged from error
+    return run, [span for group in groups for span in group.spans]
+
+
+def _triples(flat: tuple[int, ...]) -> list[Span]:
+    return [Span(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
+
+
+def encode_number(key: bytes, live: int) -> bytes:
+    """The catalogue's value for one number: the pages of a run still stored, or an epoch."""
+    return seal(key, _MASK.pack(live))
+
+
+def decode_number(key: bytes, value: bytes | memoryview) -> int:
+    """The number that `encode_number` was given; raises Damaged."""
+    try:
+        live: int = _MASK.unpack(unseal(key, value))[0]
+    except struct.error as error:
+        raise Damaged from error
+    return live
+
+
+def encode_version(version: Version) -> bytes:
+    """The catalogue's value for its version."""
+    return seal(VERSION_KEY, _encode(version))
+
+
+def decode_version(value: bytes) -> Version:
+    """The version of a catalogue; raises Damaged."""
+    try:
+        return msgspec.msgpack.decode(unseal(VERSION_KEY, value), type=Version)
+    except msgspec.DecodeError as error:
+        raise Damaged from error
+
+
+def encode_cache(key: bytes, record: CacheRecord) -> bytes:
+    """The catalogue's value for a cache."""
+    return seal(key, _encode(record))
+
+
+def decode_cache(key: bytes, value: bytes | memoryview) -> CacheRecord:
+    """One cache; raises Damaged."""
+    try:
+        return _decode_cache(unseal(key, value))
+    except msgspec.DecodeError as error:
+        raise Damaged from error

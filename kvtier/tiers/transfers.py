@@ -1,0 +1,191 @@
+"""Bytes of one run to disk, and of a list of items back, as jobs for the lanes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from kvtier.tiers.cells import BLOCK
+from kvtier.tiers.commits import Op, code_of, name_of
+from kvtier.tiers.extentfile import Extents, Io, Piece, Scratch, join, pieces
+from kvtier.tiers.lanes import Lanes
+from kvtier.tiers.ledger import Place
+from kvtier.tiers.records import Item, Run, View
+from kvtier.types import Code
+
+GONE = "gone"
+CHECKSUM = "checksum"
+
+
+class _Part:
+    """One vectored call of a transfer."""
+
+    def __init__(self, io: Io, run: Callable[[Io], None], drop: Callable[[Io], None]) -> None:
+        self._io = io
+        self._run = run
+        self._drop = drop
+
+    def run(self) -> None:
+        """Make the call."""
+        self._run(self._io)
+
+    def drop(self) -> None:
+        """The tier closes."""
+        self._drop(self._io)
+
+
+class Writing:
+    """The payload of one run; as a job it cuts itself into calls and makes the first of them."""
+
+    def __init__(
+        self, op: Op, run: Run, items: Sequence[Item], extents: Extents, lanes: Lanes, end: Callable[[Op], None]
+    ) -> None:
+        self.op = op
+        self.unbacked = -1
+        """A slab that the file system had no room for."""
+        self._run = run
+        self._items = items
+        self._extents = extents
+        self._lanes = lanes
+        self._end = end
+        self._left = 1
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Plan the calls, share them out, make the first."""
+        scratch = Scratch()
+        parts: list[Piece] = []
+        for item in self._items:
+            blocks, count = self._run.layouts[item.group]
+            cells = self._run.cells[item.group][item.page * count : item.page * count + count]
+            parts.extend(pieces(item.views, cells, blocks * BLOCK, 0, scratch))
+        scratch.fill()
+        ios = join(parts)
+        self._left = len(ios)
+        for io in ios[1:]:
+            self._lanes.submit(_Part(io, self._write, self._cancel), urgent=False)
+        self._write(ios[0])
+
+    def drop(self) -> None:
+        """The tier closes before anything was written."""
+        self._settle(Code.CLOSING.value)
+
+    def _cancel(self, _io: Io) -> None:
+        self._settle(Code.CLOSING.value)
+
+    def _write(self, io: Io) -> None:
+        if self.op.error:
+            self._settle("")
+            return
+        slab_blocks = self._extents.slab_bytes // BLOCK
+        slab = -1
+        try:
+            for slab in range(io.offset // BLOCK // slab_blocks, (io.offset + io.size - 1) // BLOCK // slab_blocks + 1):
+                self._extents.back(slab)
+            slab = -1
+            self._extents.write(io)
+        except OSError as error:
+            self.unbacked = slab if code_of(error) == Code.NO_SPACE else self.unbacked
+            self._settle(code_of(error), name_of(error))
+        else:
+            self._settle("")
+
+    def _settle(self, error: str, reason: str = "") -> None:
+        with self._lock:
+            self._left -= 1
+            if error and not self.op.error:
+                self.op.error, self.op.reason = error, reason
+            last = self._left == 0
+        if last:
+            self._end(self.op)
+
+
+class Reading:
+    """A list of items on their way back; the thread that asks makes one of the calls itself and waits for the rest."""
+
+    def __init__(self, places: Sequence[Place | None], views: Sequence[Sequence[View]], extents: Extents) -> None:
+        self._places = places
+        self._views = views
+        self._extents = extents
+        self._results = ["" if place else GONE for place in places]
+        self._scratch = [Scratch() for _ in places]
+        self._left = [0] * len(places)  # calls that have not ended, per item
+        self._open = 0
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+
+    def run(self, lanes: Lanes) -> list[str]:
+        """Read everything; per item an empty string or what went wrong."""
+        ios = join(piece for at in range(len(self._places)) for piece in self._pieces(at))
+        self._open = len(ios)
+        for io in ios:
+            for at in io.owners:
+                self._left[at] += 1
+        for io in ios[1:]:
+            lanes.submit(_Part(io, self._read, self._cancel), urgent=True)
+        if ios:
+            self._read(ios[0])
+            self._done.wait()
+        return self._results
+
+    def _pieces(self, at: int) -> list[Piece]:
+        if not (place := self._places[at]):
+            return []
+        return list(pieces(self._views[at], place.cells, place.cell_bytes, at, self._scratch[at]))
+
+    def _cancel(self, io: Io) -> None:
+        self._settle(io, Code.CLOSING.value)
+
+    def _read(self, io: Io) -> None:
+        try:
+            self._extents.read(io)
+        except OSError:
+            if len(io.owners) > 1:
+                self._read_apart(io)
+                return
+            self._settle(io, Code.IO.value)
+        else:
+            self._settle(io, "")
+
+    def _read_apart(self, io: Io) -> None:
+        """A joined call failed: each item by itself, so that one bad block costs one item."""
+        for at in io.owners:
+            error = ""
+            for alone in join(self._pieces(at)):
+                try:
+                    self._extents.read(alone)
+                except OSError:
+                    error = Code.IO.value
+            with self._lock:
+                self._results[at] = self._results[at] or error
+        self._settle(io, "")
+
+    def _settle(self, io: Io, error: str) -> None:
+        with self._lock:
+            whole = []
+            for at in io.owners:
+                self._left[at] -= 1
+                self._results[at] = self._results[at] or error
+                if not self._left[at]:
+                    whole.append(at)
+        for at in whole:
+            self._verify(at)
+        with self._lock:
+            self._open -= 1
+            last = not self._open
+        if last:
+            self._done.set()
+
+    def _verify(self, at: int) -> None:
+        """Compare the bytes of one item with the sum they were stored under."""
+        place = self._places[at]
+        if self._results[at] or not place:
+            return
+        self._scratch[at].spill()
+        state = xxhash.xxh3_64()
+        for view in self._views[at]:
+            state.update(view.data)
+        if state.intdigest() != place.sum:
+            self._results[at] = CHECKSUM
