@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import mmap
+import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
+
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
 from kvtier.store import Store
@@ -570,3 +574,107 @@ async def test_polls_send_only_new_tokens_and_count_once() -> None:
             assert (await engine.match(b"", first.handle)).pages == 10
         assert (first.pages, again.pages, again.handle) == (4, 10, first.handle)
         assert store.parts.caches[engine.opened.cache].counts["requests"] == before + 1
+
+
+def memfd(rows: int, stride: int, *, sealed: bool) -> tuple[int, np.ndarray]:
+    """An engine's own shared memory, with its mapping."""
+    fd = os.memfd_create("engine", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, rows * stride)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd, np.frombuffer(mmap.mmap(fd, rows * stride), np.uint8).reshape(rows, stride)
+
+
+@pytest.mark.parametrize("sealed", [True, False], ids=["mapped", "by fd"])
+async def test_regions_store_and_load_bit_exact(tmp_path: Path, sealed: bool) -> None:
+    """An engine's rows go to host and disk and come back into other rows, keyed and by lease."""
+    keys = [bytes([n]) * 16 for n in range(6)]
+    rows = lambda *at: np.array(at, "<i8").tobytes()  # noqa: E731
+    fd, memory = memfd(16, 8192, sealed=sealed)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        number = (await engine.open(spec(key_bytes=16))).cache
+        region = store.register(wire.Register("engine", "cpu", 0, 8192, 16), fd, engine.process.peer)
+        assert region.mapped == sealed
+        for n, key in enumerate(keys):
+            memory[n, :4000] = content(key, 0, 4000)
+        stored = await engine.call(wire.Store(region.region, 0, rows(*range(6)), cache=number, keys=b"".join(keys)))
+        assert stored.done == b"\x01" * 6
+        await engine.call(wire.Flush())
+        drop_host(store)
+        wanted = b"".join(keys) + b"?" * 16
+        load = wire.Load(region.region, 0, rows(15, 14, -1, 12, 11, 10, 9), cache=number, keys=wanted)
+        assert (await engine.call(load)).done == bytes([1, 1, 0, 1, 1, 1, 0])
+        for n, row in ((0, 15), (1, 14), (3, 12), (5, 10)):
+            assert np.array_equal(memory[row, :4000], content(keys[n], 0, 4000))
+        assert not memory[13].any()
+        path = tokens(1, 2, 3)
+        await engine.open(spec())
+        reserved = await engine.reserve(path)
+        for n in range(3):
+            memory[n, :4000] = content(path[: (n + 1) * 8], 0, 4000)
+        into = wire.Store(region.region, 0, rows(0, 1, 2), reservation=reserved.reservation)
+        assert (await engine.call(into)).done == b"\x01" * 3
+        await engine.call(wire.Commit(reserved.reservation, 0, 3))
+        assert await engine.get(path) == 3
+        lease = await engine.call(wire.Acquire((await engine.match(path)).handle))
+        assert (await engine.call(wire.Load(region.region, 0, rows(7, 8), lease=lease.lease, first=1))).done == b"\1\1"
+        assert np.array_equal(memory[8, :4000], content(path, 0, 4000))
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+    os.close(fd)
+
+
+async def test_a_cancelled_load_ends_only_when_no_byte_moves(tmp_path: Path) -> None:
+    """A delayed copier finishes before the cancellation is answered; its leases are gone then."""
+    keys = [bytes([n]) * 16 for n in range(4)]
+    fd, memory = memfd(4, 8192, sealed=True)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        number = (await engine.open(spec(key_bytes=16))).cache
+        region = store.register(wire.Register("engine", "cpu", 0, 8192, 4), fd, engine.process.peer)
+        for n, key in enumerate(keys):
+            memory[n, :4000] = content(key, 0, 4000)
+        every = np.arange(4, dtype="<i8").tobytes()
+        await engine.call(wire.Store(region.region, 0, every, cache=number, keys=b"".join(keys)))
+        memory[:] = 0
+        started, go = threading.Event(), threading.Event()
+        blocked = [store.parts.mover.run(lambda: (started.set(), go.wait())) for _ in range(3)]
+        waits = [asyncio.ensure_future(b) for b in blocked]
+        load = asyncio.ensure_future(engine.call(wire.Load(region.region, 0, every, cache=number, keys=b"".join(keys))))
+        await asyncio.sleep(0.05)
+        load.cancel()
+        await asyncio.sleep(0.05)
+        assert not load.done()
+        with pytest.raises(KvtierError) as caught:
+            await engine.call(wire.Unregister(region.region))
+        assert caught.value.code == Code.BUSY
+        go.set()
+        await asyncio.gather(*waits)
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        before = memory.copy()
+        await asyncio.sleep(0.05)
+        assert np.array_equal(before, memory)
+        await engine.call(wire.Unregister(region.region))
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+    os.close(fd)
+
+
+async def test_an_engine_that_dies_while_its_pages_are_summed_loses_nothing_of_others() -> None:
+    """A checksum in flight keeps its slots until it ends; then they return."""
+    big = spec((GroupSpec(Kind.FULL, 1, 1, 200_000),))
+    async with storing(None, host=8 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(big)
+        reserved = await engine.reserve(tokens(1, 2, 3))
+        engine.write(tokens(1, 2, 3), reserved)
+        commit = asyncio.ensure_future(engine.call(wire.Commit(reserved.reservation, 0, 3)))
+        await asyncio.sleep(0)
+        engine.leave(clean=False)
+        assert store.parts.host.pools[0].used(0) == 3
+        await commit
+        assert idle(store) == []

@@ -7,7 +7,8 @@ from array import array
 from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.tiers.disk import PAGE_BITS, Run
+from kvtier.tiers.ledger import PAGE_BITS
+from kvtier.tiers.records import Run
 from kvtier.types import NO_COPY, Tier
 
 

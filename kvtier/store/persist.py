@@ -13,7 +13,9 @@ from typing import Any
 
 from kvtier.index import Node, Order
 from kvtier.store.cache import Cache
-from kvtier.tiers.disk import PAGE_BITS, DiskTier, Item
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.ledger import PAGE_BITS
+from kvtier.tiers.records import Item
 from kvtier.types import NO_COPY, RUN_PAGES, Code, KvtierError, Tier
 
 log = logging.getLogger("kvtier.persist")

@@ -1,0 +1,64 @@
+"""The index's invariants, checked from scratch: in tests after every step, in the daemon when it is idle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvtier.index.node import TIERS, Node
+from kvtier.types import NO_COPY
+
+if TYPE_CHECKING:
+    from kvtier.index.base import Index
+
+
+def check(index: Index) -> list[str]:
+    """Broken invariants, in words; empty when all hold."""
+    wrong: list[str] = []
+    nodes = pages = 0
+    for node in index.walk():
+        nodes += 1
+        pages += node.pages
+        wrong += _check_place(index, node)
+        wrong += _check_copies(index, node)
+    if (nodes, pages) != (index.nodes, index.pages):
+        wrong.append(f"index counts {index.nodes} nodes, {index.pages} pages; there are {nodes}, {pages}")
+    wrong += [f"doomed node at {n.depth} without lease" for n in index.doomed if not n.refs]
+    return wrong
+
+
+def _check_place(index: Index, node: Node) -> list[str]:
+    """Where a node is: its edge, its parent, its leases."""
+    where = f"node at page {node.depth}"
+    wrong = []
+    if len(node.edge) != node.pages * index.stride or node.pages < 1:
+        wrong.append(f"{where}: edge of {len(node.edge)} bytes for {node.pages} pages")
+    if node.dead:
+        wrong.append(f"{where}: dead but reachable")
+    parent = node.parent
+    assert parent is not None
+    if parent.end != node.depth or (node.live and parent.live < parent.pages):
+        wrong.append(f"{where}: published after unpublished pages of its parent")
+    if sum(c.refs for c in (node.children or {}).values()) > node.refs:
+        wrong.append(f"{where}: {node.refs} leases, fewer than its children")
+    return wrong
+
+
+def _check_copies(index: Index, node: Node) -> list[str]:
+    """What a node holds: every published page somewhere, counts that agree, leaves that eviction finds."""
+    where = f"node at page {node.depth}"
+    wrong = [
+        f"{where}: published page without group {group}"
+        for group in index.anchors
+        if not node.present(group)[: node.live].all()
+    ]
+    for tier in range(TIERS):
+        held = [h for g in range(index.groups) if (h := node.handles(tier, g)) is not None]
+        count = sum(int((h != NO_COPY).sum()) for h in held)
+        below = sum(1 for c in (node.children or {}).values() if c.count[tier] or c.below[tier])
+        if (count, below) != (node.count[tier], node.below[tier]):
+            wrong.append(f"{where}: tier {tier} counts {node.count[tier]}/{node.below[tier]}, has {count}/{below}")
+        queued = bool(node.queued >> tier & 1)
+        free = tier in index.orders and node.tier_leaf(tier) and not node.refs
+        if free and not queued and (span := index.tail(node, tier))[0] < span[1]:
+            wrong.append(f"{where}: free leaf of tier {tier} that eviction cannot find")
+    return wrong
