@@ -51,6 +51,7 @@ log = logging.getLogger("kvtier.disk")
 
 CHUNK: Final = 128
 """Runs handled before the owner's thread is given back: about a millisecond."""
+SICK_S: Final = 2.0
 UNPARK_S: Final = 30.0
 CLOSE_S: Final = 10.0
 
@@ -111,6 +112,7 @@ class DiskTier:
         self._epochs = self._catalogue.epochs()
         self._queued = self._heard = 0
         self._sick = ""
+        self._sick_at = 0.0
         self._loaded = self._closing = False
         self._parked_at = 0.0
         self._completed: SimpleQueue[tuple[list[Op], str]] = SimpleQueue()
@@ -133,9 +135,9 @@ class DiskTier:
         return "sick" if self._sick else "ready"
 
     @property
-    def error(self) -> str:
-        """Name of the failure (as ENOSPC) since which no write has worked; empty when well."""
-        return self._sick
+    def sick(self) -> str:
+        """Name of the last failure (as ENOSPC) since which no write worked; empty when well or due for a try."""
+        return self._sick if monotonic() - self._sick_at < SICK_S else ""
 
     @property
     def capacity_bytes(self) -> int:
@@ -148,14 +150,14 @@ class DiskTier:
         return self._cells.used * BLOCK
 
     @property
-    def pending_bytes(self) -> int:
+    def freeing_bytes(self) -> int:
         """Bytes freed, and free once that is durable."""
         return self._cells.pending * BLOCK
 
     @property
     def free_bytes(self) -> int:
         """Bytes neither used nor pending."""
-        return self.capacity_bytes - self.used_bytes - self.pending_bytes
+        return self.capacity_bytes - self.used_bytes - self.freeing_bytes
 
     @property
     def queued_bytes(self) -> int:
@@ -172,6 +174,10 @@ class DiskTier:
         counts["parked_bytes"] = self._cells.parked * BLOCK
         counts["catalogue_bytes"] = self._catalogue.used_bytes
         return counts
+
+    def queue_full(self, nbytes: int) -> bool:
+        """Whether a write of this size must wait for others to become durable."""
+        return self._queued > 0 and self._queued + nbytes > self._queue_bytes
 
     def room(self, cache: int, group: int = 0) -> int:
         """How many more items of one group would fit now."""
@@ -299,7 +305,7 @@ class DiskTier:
             return Code.CLOSING.value
         if not self._loaded:
             return "loading"
-        return Code.BUSY.value if self._queued and self._queued + size > self._queue_bytes else ""
+        return Code.BUSY.value if self.queue_full(size) else ""
 
     def _unpark(self) -> bool:
         """Now and then, try again where the file system had no room."""
@@ -338,12 +344,17 @@ class DiskTier:
     def _failed(self, run: Run, writing: Writing) -> None:
         op = writing.op
         self._heard = max(self._heard, op.failure)
-        self._sick = op.reason or self._sick
+        self._ail(op.reason)
         self._count(write_errors=1)
         self._ledger.abandon(run, doubtful=op.doubtful)
         if writing.unbacked >= 0:
             self._cells.park(writing.unbacked)
             self._parked_at = monotonic()
+
+    def _ail(self, reason: str) -> None:
+        """Remember why writes fail."""
+        if reason:
+            self._sick, self._sick_at = reason, monotonic()
 
     # -- freeing ------------------------------------------------------------------------------------------------
 
@@ -423,7 +434,7 @@ class DiskTier:
                 ops, failure = self._completed.get_nowait()
             except Empty:
                 return
-            self._sick = failure or self._sick
+            self._ail(failure)
             if any(op.changes and not op.error for op in ops):
                 self._ledger.settle_doubts()
             for op in ops:

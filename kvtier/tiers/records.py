@@ -104,6 +104,7 @@ class Run:
         "live",
         "pages",
         "parent",
+        "parts",
         "sums",
         "trimmed",
     )
@@ -126,7 +127,9 @@ class Run:
         self.trimmed = False
         """Whether the catalogue holds a mask for this run."""
         self.cells: tuple[array[int], ...] = ()
-        """Per group, `parts` first blocks for each page; -1 where the page has no item."""
+        """Per group, the block where each page's item begins; -1 where the page has none."""
+        self.parts: tuple[array[int], ...] = ()
+        """Per group, the blocks where each page's cells begin: as many for each page as its layout has parts."""
         self.sums: tuple[array[int], ...] = ()
         """Per group, xxh3-64 of each page's item."""
 
@@ -138,7 +141,7 @@ class Run:
     def spans(self, pages: int) -> list[Span]:
         """The cells of the pages in this mask, consecutive ones joined."""
         out: list[Span] = []
-        for cells, (blocks, parts) in zip(self.cells, self.layouts, strict=True):
+        for cells, (blocks, parts) in zip(self.parts, self.layouts, strict=True):
             first = count = 0
             for page in range(self.pages):
                 if not pages >> page & 1:
@@ -247,7 +250,10 @@ def place(run: Run, groups: Sequence[Placed]) -> None:
             all_sums[page] = have[at]
         cells.append(all_cells)
         sums.append(all_sums)
-    run.cells, run.sums = tuple(cells), tuple(sums)
+    run.parts, run.sums = tuple(cells), tuple(sums)
+    run.cells = tuple(
+        flat if layout.parts == 1 else flat[:: layout.parts] for flat, layout in zip(cells, run.layouts, strict=True)
+    )
 
 
 def encode_run(run: Run, groups: Sequence[Placed]) -> bytes:

@@ -59,7 +59,7 @@ class Writing:
         parts: list[Piece] = []
         for item in self._items:
             blocks, count = self._run.layouts[item.group]
-            cells = self._run.cells[item.group][item.page * count : item.page * count + count]
+            cells = self._run.parts[item.group][item.page * count : item.page * count + count]
             parts.extend(pieces(item.views, cells, blocks * BLOCK, 0, scratch))
         scratch.fill()
         ios = join(parts)
