@@ -315,6 +315,11 @@ def decode_version(value: bytes) -> Version:
         raise Damaged from error
 
 
+def cache_key(number: int) -> bytes:
+    """The catalogue's key of a cache."""
+    return number.to_bytes(4, "big")
+
+
 def encode_cache(key: bytes, record: CacheRecord) -> bytes:
     """The catalogue's value for a cache."""
     return seal(key, _encode(record))
