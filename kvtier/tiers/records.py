@@ -219,41 +219,44 @@ def unpack_keys(planes: int, packed: bytes) -> bytes:
     if planes == TOKEN_BYTES:
         return packed
     words = len(packed) // planes
-    out = np.zeros((words, TOKEN_BYTES), np.uint8)
-    out[:, :planes] = np.frombuffer(packed, np.uint8).reshape(planes, words).T
-    return out.tobytes()
+    out = bytearray(words * TOKEN_BYTES)
+    for plane in range(planes):
+        out[plane::TOKEN_BYTES] = packed[plane * words : (plane + 1) * words]
+    return bytes(out)
 
 
-def _expand(spans: Iterable[Span]) -> array[int]:
+def _expand(spans: Iterable[Span], size: int) -> array[int]:
+    """Where each cell begins; Damaged where one is not of this size."""
     cells = array("q")
     for first, blocks, count in spans:
+        if blocks != size:
+            raise Damaged
         cells.extend(range(first, first + blocks * count, blocks))
     return cells
 
 
 def place(run: Run, groups: Sequence[Placed]) -> None:
     """Give a run its cells and sums; raises Damaged where they cannot be those of such a run."""
-    cells, sums = [], []
-    for (present, spans, have), (blocks, parts) in zip(groups, run.layouts, strict=True):
-        flat = _expand(spans)
-        if any(span.blocks != blocks for span in spans):
+    cells, parts, sums = [], [], []
+    for (present, spans, have), (blocks, count) in zip(groups, run.layouts, strict=True):
+        flat = _expand(spans, blocks)
+        pages = present.bit_count()
+        if pages * count != len(flat) or pages != len(have) or present >> run.pages:
             raise Damaged
-        if present.bit_count() * parts != len(flat) or present.bit_count() != len(have) or present >> run.pages:
-            raise Damaged
-        if present.bit_count() == run.pages:
-            cells.append(flat)
-            sums.append(have)
-            continue
-        all_cells, all_sums = array("q", [-1]) * (run.pages * parts), array("Q", [0]) * run.pages
-        for at, page in enumerate(page for page in range(run.pages) if present >> page & 1):
-            all_cells[page * parts : page * parts + parts] = flat[at * parts : at * parts + parts]
-            all_sums[page] = have[at]
-        cells.append(all_cells)
-        sums.append(all_sums)
-    run.parts, run.sums = tuple(cells), tuple(sums)
-    run.cells = tuple(
-        flat if layout.parts == 1 else flat[:: layout.parts] for flat, layout in zip(cells, run.layouts, strict=True)
-    )
+        flat, own = (flat, have) if pages == run.pages else _spread(run.pages, count, present, flat, have)
+        cells.append(flat if count == 1 else flat[::count])
+        parts.append(flat)
+        sums.append(own)
+    run.cells, run.parts, run.sums = tuple(cells), tuple(parts), tuple(sums)
+
+
+def _spread(pages: int, count: int, present: int, flat: array[int], have: array[int]) -> tuple[array[int], array[int]]:
+    """Cells (`count` a page) and sums of some pages, with gaps for the others."""
+    parts, sums = array("q", [-1]) * (pages * count), array("Q", [0]) * pages
+    for at, page in enumerate(page for page in range(pages) if present >> page & 1):
+        parts[page * count : page * count + count] = flat[at * count : at * count + count]
+        sums[page] = have[at]
+    return parts, sums
 
 
 def encode_run(run: Run, groups: Sequence[Placed]) -> bytes:
