@@ -6,25 +6,22 @@ The order of a write: payload -> fdatasync of the extents -> commit of the catal
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Condition
 from time import monotonic
 from typing import Any, Final
 
 from kvtier.identity import CacheSpec
-from kvtier.tiers.catalogue import Catalogue
-from kvtier.tiers.cells import BLOCK, CELLS_PER_SLAB_MIN, Cells
+from kvtier.tiers.cells import BLOCK
 from kvtier.tiers.commits import Commits, Op
-from kvtier.tiers.extentfile import Calls, Extents
-from kvtier.tiers.folder import claim, sync_names
+from kvtier.tiers.completions import Completions
+from kvtier.tiers.extentfile import Calls
+from kvtier.tiers.folder import open_folder
+from kvtier.tiers.health import Health
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger, check_items
 from kvtier.tiers.records import (
@@ -37,12 +34,13 @@ from kvtier.tiers.records import (
     Run,
     Version,
     View,
+    cache_key,
     encode_cache,
     encode_number,
     encode_run,
     encode_version,
 )
-from kvtier.tiers.transfers import CHECKSUM, GONE, Reading, Writing
+from kvtier.tiers.transfers import Reads, Writing
 from kvtier.types import RUN_PAGES, Code, bad
 
 __all__ = ["CacheRecord", "DiskTier", "Item", "Run"]
@@ -79,28 +77,22 @@ class DiskTier:
         sync: bool = True,
         calls: Calls | None = None,
     ) -> None:
-        if capacity_bytes < CELLS_PER_SLAB_MIN * BLOCK:
-            raise bad("disk.capacity_bytes", f"at least {CELLS_PER_SLAB_MIN * BLOCK}", capacity_bytes)
         self.path = Path(path)
+        self._lock, self._catalogue, self._extents, self._cells = open_folder(
+            self.path, capacity_bytes, slab_bytes, direct=direct, sync=sync, calls=calls
+        )
         self._post = post
         self._queue_bytes = queue_bytes
-        slab_bytes = min(slab_bytes, capacity_bytes // CELLS_PER_SLAB_MIN) // BLOCK * BLOCK
-        with contextlib.ExitStack() as undo:
-            self._lock = claim(self.path)
-            undo.callback(os.close, self._lock)
-            limit_bytes = (1 << 30) + capacity_bytes // 4
-            self._catalogue = Catalogue(self.path / "catalogue", slab_bytes, limit_bytes=limit_bytes, sync=sync)
-            undo.callback(self._catalogue.close)
-            slab_bytes = self._catalogue.version.slab_bytes
-            self._cells = Cells(capacity_bytes, slab_bytes)
-            self._extents = Extents(self.path / "extents", self.capacity_bytes, slab_bytes, direct=direct, calls=calls)
-            undo.callback(self._extents.close)
-            sync_names(self.path / "catalogue", self.path, self.path.parent)
-            self._remember()
-            undo.pop_all()
+        self._remember()
         self._lanes = Lanes(threads, "kvtier-disk")
+        self._reads = Reads(self._ledger.find, self._extents, self._lanes, self._health.count)
         self._commits = Commits(
-            self._catalogue, self._extents, self._deliver, batch_bytes=batch_bytes, linger_s=linger_s, sync=sync
+            self._catalogue,
+            self._extents,
+            self._completions.deliver,
+            batch_bytes=batch_bytes,
+            linger_s=linger_s,
+            sync=sync,
         )
 
     def _remember(self) -> None:
@@ -110,14 +102,10 @@ class DiskTier:
         self._ledger = Ledger(self._cells, caches, self._catalogue.version.next_cache)
         self._epochs = self._catalogue.epochs()
         self._queued = self._heard = 0
-        self._sick = ""
         self._loaded = self._closing = False
         self._parked_at = 0.0
-        self._completed: SimpleQueue[tuple[list[Op], str]] = SimpleQueue()
-        self._reads = Condition()
-        self._reading = 0
-        self._counts = Counter(set_aside=int(self._catalogue.set_aside), checksum_failures=0, io_errors=0)
-        self._counts.update(damaged_runs=0, write_errors=0, bytes_written=0, bytes_read=0, runs_written=0)
+        self._completions = Completions(self._post, self._settled)
+        self._health = Health(set_aside=int(self._catalogue.set_aside))
         self.refusal = ""
         """Why the last `write` said no: loading, no_space, busy or closing."""
 
@@ -130,12 +118,12 @@ class DiskTier:
             return "closing"
         if not self._loaded:
             return "loading"
-        return "sick" if self._sick else "ready"
+        return "sick" if self._health.reason else "ready"
 
     @property
-    def error(self) -> str:
-        """Name of the failure (as ENOSPC) since which no write has worked; empty when well."""
-        return self._sick
+    def sick(self) -> str:
+        """Name of the last failure (as ENOSPC) since which no write worked; empty when well or due for a try."""
+        return "" if self._health.due() else self._health.reason
 
     @property
     def capacity_bytes(self) -> int:
@@ -148,35 +136,29 @@ class DiskTier:
         return self._cells.used * BLOCK
 
     @property
-    def pending_bytes(self) -> int:
+    def freeing_bytes(self) -> int:
         """Bytes freed, and free once that is durable."""
         return self._cells.pending * BLOCK
 
     @property
     def free_bytes(self) -> int:
         """Bytes neither used nor pending."""
-        return self.capacity_bytes - self.used_bytes - self.pending_bytes
-
-    @property
-    def queued_bytes(self) -> int:
-        """Payload of writes that are not durable yet."""
-        return self._queued
+        return self.capacity_bytes - self.used_bytes - self.freeing_bytes
 
     @property
     def stats(self) -> dict[str, int]:
         """Counters since the tier was opened, and present sizes."""
-        with self._reads:
-            counts = dict(self._counts)
+        counts = self._health.counts()
+        counts["queued_bytes"] = self._queued
         counts["commits"] = self._commits.commits
         counts["runs"] = len(self._ledger.runs)
         counts["parked_bytes"] = self._cells.parked * BLOCK
         counts["catalogue_bytes"] = self._catalogue.used_bytes
         return counts
 
-    def room(self, cache: int, group: int = 0) -> int:
-        """How many more items of one group would fit now."""
-        blocks, parts = self._ledger.layouts(cache)[group]
-        return self._cells.room(blocks) // parts
+    def queue_full(self, nbytes: int) -> bool:
+        """Whether a write of this size must wait for others to become durable."""
+        return self._queued > 0 and self._queued + nbytes > self._queue_bytes
 
     def caches(self) -> dict[int, CacheRecord]:
         """The caches that have, or may get, runs here."""
@@ -191,7 +173,7 @@ class DiskTier:
                 return number
         record = CacheRecord(cache_id, base_id, scope, epoch, spec)
         number = self._ledger.add_cache(record)
-        key = _cache_key(number)
+        key = cache_key(number)
         now = self._catalogue.version
         version = encode_version(Version(now.format, now.slab_bytes, self._ledger.next_cache))
         self._submit([Change(b"caches", key, encode_cache(key, record)), Change(b"meta", VERSION_KEY, version)])
@@ -200,7 +182,7 @@ class DiskTier:
     def drop_cache(self, number: int) -> None:
         """Free all its runs, a few at a time; no page of it may be in a read, and the number never returns."""
         self._ledger.drop_cache(number)
-        self._submit([Change(b"caches", _cache_key(number), None)])
+        self._submit([Change(b"caches", cache_key(number), None)])
         self._drop_some(number)
 
     def _drop_some(self, number: int) -> None:
@@ -224,8 +206,6 @@ class DiskTier:
             done(error)
 
         self._submit([Change(b"epochs", base_id, encode_number(base_id, epoch))], finish, keep=False, urgent=True)
-
-    # -- loading ------------------------------------------------------------------------------------------------
 
     def load(self) -> Iterator[Run]:
         """Every stored run, parents before children; nothing can be written before this has ended.
@@ -251,7 +231,7 @@ class DiskTier:
         try:
             run = self._ledger.restore(key, value, mask)
         except Damaged:
-            self._count(damaged_runs=1)
+            self._health.count(damaged_runs=1)
             log.warning("run %s of the disk catalogue is damaged and dropped", key.hex())
         if run is None:
             self._strays += [Change(b"runs", key, None), Change(b"live", key, None)]
@@ -299,7 +279,7 @@ class DiskTier:
             return Code.CLOSING.value
         if not self._loaded:
             return "loading"
-        return Code.BUSY.value if self._queued and self._queued + size > self._queue_bytes else ""
+        return Code.BUSY.value if self.queue_full(size) else ""
 
     def _unpark(self) -> bool:
         """Now and then, try again where the file system had no room."""
@@ -326,8 +306,8 @@ class DiskTier:
             self._failed(run, writing)
             done(None, error)
             return
-        self._sick = ""
-        self._count(bytes_written=writing.op.size, runs_written=1)
+        self._health.recover()
+        self._health.count(bytes_written=writing.op.size, runs_written=1)
         self._ledger.publish(run)
         if run.cache in self._ledger.caches:
             done(run.id, "")
@@ -338,8 +318,8 @@ class DiskTier:
     def _failed(self, run: Run, writing: Writing) -> None:
         op = writing.op
         self._heard = max(self._heard, op.failure)
-        self._sick = op.reason or self._sick
-        self._count(write_errors=1)
+        self._health.ail(op.reason)
+        self._health.count(write_errors=1)
         self._ledger.abandon(run, doubtful=op.doubtful)
         if writing.unbacked >= 0:
             self._cells.park(writing.unbacked)
@@ -370,36 +350,13 @@ class DiskTier:
         """`done` gets an empty string once everything asked before is durable, else the code of what prevented it."""
         self._submit([], done, keep=False, urgent=True)
 
-    # -- reading ------------------------------------------------------------------------------------------------
-
     def read(self, reqs: Sequence[tuple[int, int, Sequence[View]]]) -> list[str]:
         """Fill each (handle, group, views) with its item; blocks, for worker threads.
 
         Per request an empty string, or why its views hold nothing of use: io, checksum, gone, closing. The
         caller keeps the pages from being freed meanwhile.
         """
-        with self._reads:
-            if self._closing:
-                return [Code.CLOSING.value] * len(reqs)
-            self._reading += 1
-        try:
-            places = [self._ledger.find(handle, group) for handle, group, _ in reqs]
-            results = Reading(places, [views for _, _, views in reqs], self._extents).run(self._lanes)
-        finally:
-            with self._reads:
-                self._reading -= 1
-                self._reads.notify_all()
-        size = sum(view.size for error, (_, _, views) in zip(results, reqs, strict=True) if not error for view in views)
-        wrong = results.count(CHECKSUM)
-        failed = len(results) - results.count("") - wrong - results.count(GONE)
-        self._count(bytes_read=size, checksum_failures=wrong, io_errors=failed)
-        return results
-
-    def _count(self, **more: int) -> None:
-        with self._reads:
-            self._counts.update(more)
-
-    # -- completions --------------------------------------------------------------------------------------------
+        return self._reads.read(reqs)
 
     def _submit(
         self, changes: list[Change], finish: Callable[[str], None] = _ignore, *, keep: bool = True, urgent: bool = False
@@ -411,26 +368,10 @@ class DiskTier:
         op.heard, op.urgent = self._heard, urgent
         self._commits.submit(op)
 
-    def _deliver(self, ops: list[Op], failure: str) -> None:
-        """From the commit thread: have the owner finish these."""
-        self._completed.put((ops, failure))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: close() finishes them
-            self._post(self._finish)
-
-    def _finish(self) -> None:
-        while True:
-            try:
-                ops, failure = self._completed.get_nowait()
-            except Empty:
-                return
-            self._sick = failure or self._sick
-            if any(op.changes and not op.error for op in ops):
-                self._ledger.settle_doubts()
-            for op in ops:
-                try:
-                    op.finish(op.error)
-                except Exception:
-                    log.exception("what waited for a write to disk failed")
+    def _settled(self, committed: bool, failure: str) -> None:
+        self._health.ail(failure)
+        if committed:
+            self._ledger.settle_doubts()
 
     # -- checking and closing -----------------------------------------------------------------------------------
 
@@ -442,12 +383,11 @@ class DiskTier:
         """Finish what is under way, commit what is ready, refuse the rest; blocks, at most a few timeouts."""
         if self._closing:
             return
-        with self._reads:
-            self._closing = True
-            idle = self._reads.wait_for(lambda: not self._reading, timeout_s)
+        self._closing = True
+        idle = self._reads.close(timeout_s)
         ended = self._lanes.close(timeout_s) and idle
         committed = self._commits.close(timeout_s)
-        self._finish()
+        self._completions.finish()
         if committed:
             self._catalogue.close()
         if ended and committed:
@@ -455,7 +395,3 @@ class DiskTier:
             os.close(self._lock)
             return
         log.error("the disk tier %s is stuck in a call: it stays locked until this process ends", self.path)
-
-
-def _cache_key(number: int) -> bytes:
-    return number.to_bytes(4, "big")

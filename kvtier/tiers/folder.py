@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
+from typing import NamedTuple
 
-from kvtier.types import Code, KvtierError
+from kvtier.tiers.catalogue import Catalogue
+from kvtier.tiers.cells import BLOCK, CELLS_PER_SLAB_MIN, Cells
+from kvtier.tiers.extentfile import Calls, Extents
+from kvtier.types import Code, KvtierError, bad
+
+
+class Folder(NamedTuple):
+    """An open directory: its lock, catalogue, extent file and the cells that the file has."""
+
+    lock: int
+    catalogue: Catalogue
+    extents: Extents
+    cells: Cells
+
+
+def open_folder(
+    path: Path, capacity_bytes: int, slab_bytes: int, *, direct: bool, sync: bool, calls: Calls | None
+) -> Folder:
+    """Open or make the directory; raises busy where another process has it, bad_request, OSError, lmdb.Error."""
+    if capacity_bytes < CELLS_PER_SLAB_MIN * BLOCK:
+        raise bad("disk.capacity_bytes", f"at least {CELLS_PER_SLAB_MIN * BLOCK}", capacity_bytes)
+    slab_bytes = min(slab_bytes, capacity_bytes // CELLS_PER_SLAB_MIN) // BLOCK * BLOCK
+    with contextlib.ExitStack() as undo:
+        lock = claim(path)
+        undo.callback(os.close, lock)
+        limit_bytes = (1 << 30) + capacity_bytes // 4
+        catalogue = Catalogue(path / "catalogue", slab_bytes, limit_bytes=limit_bytes, sync=sync)
+        undo.callback(catalogue.close)
+        cells = Cells(capacity_bytes, catalogue.version.slab_bytes)
+        extents = Extents(
+            path / "extents", cells.total * BLOCK, catalogue.version.slab_bytes, direct=direct, calls=calls
+        )
+        undo.callback(extents.close)
+        sync_names(path / "catalogue", path, path.parent)
+        undo.pop_all()
+    return Folder(lock, catalogue, extents, cells)
 
 
 def claim(path: Path) -> int:

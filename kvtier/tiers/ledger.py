@@ -188,7 +188,7 @@ class Ledger:
         if run is None or not run.live >> page & 1:
             return None
         blocks, parts = run.layouts[group]
-        cells = run.cells[group][page * parts : page * parts + parts]
+        cells = run.parts[group][page * parts : page * parts + parts]
         if not cells or cells[0] < 0:
             return None
         return Place(cells, blocks * BLOCK, run.sums[group][page])

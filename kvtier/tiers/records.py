@@ -104,6 +104,7 @@ class Run:
         "live",
         "pages",
         "parent",
+        "parts",
         "sums",
         "trimmed",
     )
@@ -126,7 +127,9 @@ class Run:
         self.trimmed = False
         """Whether the catalogue holds a mask for this run."""
         self.cells: tuple[array[int], ...] = ()
-        """Per group, `parts` first blocks for each page; -1 where the page has no item."""
+        """Per group, the block where each page's item begins; -1 where the page has none."""
+        self.parts: tuple[array[int], ...] = ()
+        """Per group, the blocks where each page's cells begin: as many for each page as its layout has parts."""
         self.sums: tuple[array[int], ...] = ()
         """Per group, xxh3-64 of each page's item."""
 
@@ -138,7 +141,7 @@ class Run:
     def spans(self, pages: int) -> list[Span]:
         """The cells of the pages in this mask, consecutive ones joined."""
         out: list[Span] = []
-        for cells, (blocks, parts) in zip(self.cells, self.layouts, strict=True):
+        for cells, (blocks, parts) in zip(self.parts, self.layouts, strict=True):
             first = count = 0
             for page in range(self.pages):
                 if not pages >> page & 1:
@@ -216,38 +219,44 @@ def unpack_keys(planes: int, packed: bytes) -> bytes:
     if planes == TOKEN_BYTES:
         return packed
     words = len(packed) // planes
-    out = np.zeros((words, TOKEN_BYTES), np.uint8)
-    out[:, :planes] = np.frombuffer(packed, np.uint8).reshape(planes, words).T
-    return out.tobytes()
+    out = bytearray(words * TOKEN_BYTES)
+    for plane in range(planes):
+        out[plane::TOKEN_BYTES] = packed[plane * words : (plane + 1) * words]
+    return bytes(out)
 
 
-def _expand(spans: Iterable[Span]) -> array[int]:
+def _expand(spans: Iterable[Span], size: int) -> array[int]:
+    """Where each cell begins; Damaged where one is not of this size."""
     cells = array("q")
     for first, blocks, count in spans:
+        if blocks != size:
+            raise Damaged
         cells.extend(range(first, first + blocks * count, blocks))
     return cells
 
 
 def place(run: Run, groups: Sequence[Placed]) -> None:
     """Give a run its cells and sums; raises Damaged where they cannot be those of such a run."""
-    cells, sums = [], []
-    for (present, spans, have), (blocks, parts) in zip(groups, run.layouts, strict=True):
-        flat = _expand(spans)
-        if any(span.blocks != blocks for span in spans):
+    cells, parts, sums = [], [], []
+    for (present, spans, have), (blocks, count) in zip(groups, run.layouts, strict=True):
+        flat = _expand(spans, blocks)
+        pages = present.bit_count()
+        if pages * count != len(flat) or pages != len(have) or present >> run.pages:
             raise Damaged
-        if present.bit_count() * parts != len(flat) or present.bit_count() != len(have) or present >> run.pages:
-            raise Damaged
-        if present.bit_count() == run.pages:
-            cells.append(flat)
-            sums.append(have)
-            continue
-        all_cells, all_sums = array("q", [-1]) * (run.pages * parts), array("Q", [0]) * run.pages
-        for at, page in enumerate(page for page in range(run.pages) if present >> page & 1):
-            all_cells[page * parts : page * parts + parts] = flat[at * parts : at * parts + parts]
-            all_sums[page] = have[at]
-        cells.append(all_cells)
-        sums.append(all_sums)
-    run.cells, run.sums = tuple(cells), tuple(sums)
+        flat, own = (flat, have) if pages == run.pages else _spread(run.pages, count, present, flat, have)
+        cells.append(flat if count == 1 else flat[::count])
+        parts.append(flat)
+        sums.append(own)
+    run.cells, run.parts, run.sums = tuple(cells), tuple(parts), tuple(sums)
+
+
+def _spread(pages: int, count: int, present: int, flat: array[int], have: array[int]) -> tuple[array[int], array[int]]:
+    """Cells (`count` a page) and sums of some pages, with gaps for the others."""
+    parts, sums = array("q", [-1]) * (pages * count), array("Q", [0]) * pages
+    for at, page in enumerate(page for page in range(pages) if present >> page & 1):
+        parts[page * count : page * count + count] = flat[at * count : at * count + count]
+        sums[page] = have[at]
+    return parts, sums
 
 
 def encode_run(run: Run, groups: Sequence[Placed]) -> bytes:
@@ -307,6 +316,11 @@ def decode_version(value: bytes) -> Version:
         return msgspec.msgpack.decode(unseal(VERSION_KEY, value), type=Version)
     except msgspec.DecodeError as error:
         raise Damaged from error
+
+
+def cache_key(number: int) -> bytes:
+    """The catalogue's key of a cache."""
+    return number.to_bytes(4, "big")
 
 
 def encode_cache(key: bytes, record: CacheRecord) -> bytes:

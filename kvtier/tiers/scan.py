@@ -53,8 +53,11 @@ def read_through(path: str) -> int:
     entries = 0
     env = lmdb.open(path, create=False, max_dbs=MAX_DBS, mode=0o600)
     with env.begin(buffers=True) as txn:
-        for name in list(txn.cursor().iternext(values=False)):
-            db = env.open_db(bytes(name), txn=txn, create=False)
+        for name in [bytes(name) for name, _ in txn.cursor()]:
+            try:
+                db = env.open_db(name, txn=txn, create=False)
+            except lmdb.IncompatibleError:
+                continue  # a plain value: not ours, for the caller to tell
             bound = txn.stat(db)["entries"]
             count = 0
             for count, (key, value) in enumerate(txn.cursor(db), 1):

@@ -59,7 +59,7 @@ class Writing:
         parts: list[Piece] = []
         for item in self._items:
             blocks, count = self._run.layouts[item.group]
-            cells = self._run.cells[item.group][item.page * count : item.page * count + count]
+            cells = self._run.parts[item.group][item.page * count : item.page * count + count]
             parts.extend(pieces(item.views, cells, blocks * BLOCK, 0, scratch))
         scratch.fill()
         ios = join(parts)
@@ -189,3 +189,46 @@ class Reading:
             state.update(view.data)
         if state.intdigest() != place.sum:
             self._results[at] = CHECKSUM
+
+
+class Reads:
+    """Reads under way: none begins once closing, and closing waits for those that have."""
+
+    def __init__(
+        self,
+        find: Callable[[int, int], Place | None],
+        extents: Extents,
+        lanes: Lanes,
+        count: Callable[..., None],
+    ) -> None:
+        self._find = find
+        self._extents = extents
+        self._lanes = lanes
+        self._count = count
+        self._changed = threading.Condition()
+        self._under_way = 0
+        self._closing = False
+
+    def read(self, reqs: Sequence[tuple[int, int, Sequence[View]]]) -> list[str]:
+        """Fill each (handle, group, views) with its item; blocks."""
+        with self._changed:
+            if self._closing:
+                return [Code.CLOSING.value] * len(reqs)
+            self._under_way += 1
+        try:
+            places = [self._find(handle, group) for handle, group, _ in reqs]
+            results = Reading(places, [views for _, _, views in reqs], self._extents).run(self._lanes)
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                self._changed.notify_all()
+        sizes = [sum(view.size for view in views) for _, _, views in reqs]
+        size = sum(size for error, size in zip(results, sizes, strict=True) if not error)
+        self._count(bytes_read=size, checksum_failures=results.count(CHECKSUM), io_errors=results.count(Code.IO.value))
+        return results
+
+    def close(self, timeout_s: float) -> bool:
+        """Let no read begin and wait for the last to end; False where one is still under way at the deadline."""
+        with self._changed:
+            self._closing = True
+            return self._changed.wait_for(lambda: not self._under_way, timeout_s)
