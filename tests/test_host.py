@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import tracemalloc
 from array import array
 
@@ -170,6 +171,14 @@ def test_closed_slab_returns_to_the_budget_with_its_last_slot(tier):
         pool.reopen_slab(slab)
 
 
+def test_closing_takes_free_slots_out_of_reach(tier):
+    """Slots that were free when their slab closed are not given any more."""
+    pool = tier.pool("a", ONE)
+    handles = pool.alloc(0, 40)
+    pool.close_slab(pool.slabs[0])
+    assert min(pool.alloc(0, 1)) > max(handles) + 24 * 16 * KIB
+
+
 def test_closing_an_empty_slab_returns_it_at_once(tier):
     """An empty slab stays with its pool until it is closed or shed."""
     pool = tier.pool("a", ONE)
@@ -195,6 +204,24 @@ def test_budget_moves_between_scopes_and_takes_the_memory_along(tier):
     others = two.alloc(0, 1024)
     assert len(others) == 1024
     assert not any(view.any() for handle in others for view in two.views(0, handle, 16 * KIB))
+
+
+def test_space_being_emptied_is_still_there_for_its_scope(tier):
+    """An alloc right after a shed gets all of the budget, whatever the thread is doing, and the thread goes on."""
+    pool, other = tier.pool("a", ONE), tier.pool("a", Shape((32 * KIB,), (1,)))
+    for turn in range(60):
+        for one, n in ((pool, 1024), (other, 512)):
+            time.sleep(turn * 5e-6)  # the thread is caught at different steps
+            handles = one.alloc(0, n)
+            assert len(handles) == n
+            tier.arenas("a")[0].data[:] = 1
+            one.free(0, handles)
+            assert one.shed() == 16 * MIB
+    handles = pool.alloc(0, 1024)
+    assert len(pool.alloc(0, 1)) == 0
+    pool.free(0, handles)
+    pool.shed()
+    assert tier.settle()
 
 
 def test_scopes_share_no_byte(tier):
@@ -367,8 +394,10 @@ class HostMachine(RuleBasedStateMachine):
         """New items are none that is held and keep what is written to them; fewer come only where no more fit."""
         shape, group = group
         pool = self.pool((scope, shape))
+        closed = [(slab, slab.used) for slab in pool.slabs if slab.closed]
         handles = pool.alloc(group, n)
         assert len(handles) <= n
+        assert all(slab.used == used for slab, used in closed)
         for handle in handles:
             assert ((scope, shape), group, handle) not in self.model
             self.stamp = self.stamp % 255 + 1
@@ -451,6 +480,6 @@ class PrefaultingMachine(HostMachine):
 
 
 TestHostMachine = HostMachine.TestCase
-TestHostMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestHostMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestPrefaultingMachine = PrefaultingMachine.TestCase
-TestPrefaultingMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestPrefaultingMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

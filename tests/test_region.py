@@ -79,6 +79,18 @@ def test_more_views_than_one_call_takes(tmp_path):
     region.close()
 
 
+@pytest.mark.parametrize("kind", ["plain"], indirect=True)
+def test_short_calls_are_continued_where_they_ended(fd):
+    """A kernel that moves a few bytes at a time still moves all of them, to the right views."""
+    os.pwrite(fd, some_bytes(STRIDE).tobytes(), OFFSET + STRIDE)
+    region = Region(fd, OFFSET, STRIDE, ROWS, "r")
+    back = np.zeros(STRIDE, np.uint8)
+    few = [back[:5], back[5:6], back[6:]]
+    region._through(lambda number, views, at: os.preadv(number, [views[0][:7]], at), STRIDE, few)
+    assert (back == some_bytes(STRIDE)).all()
+    region.close()
+
+
 def test_region_lives_on_its_own_descriptor(kind, tmp_path):
     """The engine's descriptor may be closed once the region is made."""
     fd = os.memfd_create("region", os.MFD_ALLOW_SEALING)

@@ -66,7 +66,7 @@ class HostSpace:
         self._owed: list[Plot] = []  # handed out cold: an engine's first touch would be charged to the engine
         self._change = threading.Condition()
         self._busy: tuple[_Work, Plot] | None = None
-        self._paused = self._hold = self._closed = False
+        self._paused = self._hold = self._closed = self._warned = False
         self._thread: threading.Thread | None = None
 
     def arenas(self, scope: str) -> list[Arena]:
@@ -89,11 +89,12 @@ class HostSpace:
         with self._change:
             want = min(want, self.budget - self.used)
             plot = self._find(scope, want, least)
-            if self._punching(scope) and (plot is None or plot.hi - plot.lo < want):
+            if want >= least and self._punching(scope) and (plot is None or plot.hi - plot.lo < want):
                 # Space that is free but not yet usable: wait for the one step, well below a millisecond.
                 self._hold = True
                 self._change.wait_for(lambda: not self._busy)
                 self._hold = False
+                self._change.notify_all()
                 plot = self._find(scope, want, least)
             if plot is None:
                 return None
@@ -190,9 +191,15 @@ class HostSpace:
         try:
             plot.ground.arena.fault(plot.lo, plot.hi)
         except OSError as error:
-            _log.warning("no huge pages for a slab of %d bytes: %s", plot.hi - plot.lo, error)
+            self._warn(f"no huge pages for a slab of {plot.hi - plot.lo} bytes: {error}")
             return False
         return True
+
+    def _warn(self, message: str) -> None:
+        """Log the first failure only: each later growth may meet it again."""
+        if not self._warned:
+            self._warned = True
+            _log.warning(message)
 
     def _wake(self) -> None:
         """Let the thread look again, also after an error (the lock is held)."""
@@ -249,14 +256,13 @@ class HostSpace:
             ground.cold.discard(lo, hi)
             ground.warm.add(lo, hi)
 
-    @staticmethod
-    def _work(work: _Work, plot: Plot) -> OSError | None:
+    def _work(self, work: _Work, plot: Plot) -> OSError | None:
         """The step itself; the error that ended it, if one did."""
         ground, lo, hi = plot
         try:
             (ground.arena.punch if work is _Work.PUNCH else ground.arena.fault)(lo, hi)
         except OSError as error:
-            _log.warning("%s of %d bytes of host memory: %s", work.name.lower(), hi - lo, error)
+            self._warn(f"cannot {work.name.lower()} {hi - lo} bytes of host memory: {error}")
             return error
         return None
 
