@@ -60,7 +60,7 @@ class Persist:
 
         `notify(end)` is called once they are durable.
         """
-        if self.disk is None or self.disk.error or cache.retired or self.queued_pages + end - first > MAX_QUEUED_PAGES:
+        if self.disk is None or self.disk.sick or cache.retired or self.queued_pages + end - first > MAX_QUEUED_PAGES:
             return False
         entry = Entry(cache, node, first, end, notify)
         cache.index.lease(node)
@@ -96,15 +96,15 @@ class Persist:
             if late:
                 return "the deadline came before the disk"
         failed = [e.failed for e in waiting if e.failed]
-        return failed[0] if failed else ("" if not any(map(unsaved, wanted)) else self.disk.error or "no room on disk")
+        return failed[0] if failed else ("" if not any(map(unsaved, wanted)) else self.disk.sick or "no room on disk")
 
     def _offer_unsaved(self, cache: Cache) -> None:
         """Queue every published page that only host holds and that is not on its way."""
-        moving = {id(e.node): e for e in self.pending if e.cache is cache}
+        moving = [e for e in self.pending if e.cache is cache]
         for node in list(cache.index.walk()):
             runs = _unsaved_runs(cache, node)
             for lo, hi in runs:
-                if not any(e.first <= node.depth + lo < e.end and _on_path(e.node, node) for e in moving.values()):
+                if not any(e.first <= node.depth + lo < e.end and _on_path(e.node, node) for e in moving):
                     self.offer(cache, node, node.depth + lo, node.depth + hi)
 
     # -- the way to disk -----------------------------------------------------------------------------------------
@@ -225,11 +225,12 @@ class Persist:
         """The disk refused a run: evict its coldest leaves, or fail the entry where nothing can go."""
         disk = self.disk
         assert disk is not None
-        if disk.refusal != Code.NO_SPACE:
-            if not disk.queued_bytes:
-                asyncio.get_running_loop().call_later(RETRY_S, self.pump)  # it is loading or closing
+        if disk.refusal == Code.BUSY:
             return  # a completion pumps again
-        if not (self.evict(nbytes) or disk.pending_bytes):
+        if disk.refusal != Code.NO_SPACE:  # loading, or closing
+            asyncio.get_running_loop().call_later(RETRY_S, self.pump)
+            return
+        if not (self.evict(nbytes) or disk.freeing_bytes):
             entry.failed = Code.NO_SPACE
             self.counts["refused_disk_no_space"] += entry.end - entry.first
             asyncio.get_running_loop().call_soon(self.pump)

@@ -39,7 +39,7 @@ class Report:
                 "used_bytes": disk.used_bytes,
                 "free_bytes": disk.free_bytes,
                 "state": disk.state,
-                "error": disk.error,
+                "sick": disk.sick,
                 **disk.stats,
             }
         return tiers

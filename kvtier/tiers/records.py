@@ -138,8 +138,8 @@ class Run:
         """Its key in the catalogue: by depth, so that parents load before children."""
         return _RUN_KEY.pack(self.depth, self.id)
 
-    def spans(self, pages: int) -> list[Span]:
-        """The cells of the pages in this mask, consecutive ones joined."""
+    def spans(self, pages: int, slab_blocks: int) -> list[Span]:
+        """The cells of the pages in this mask, consecutive ones of one slab joined."""
         out: list[Span] = []
         for cells, (blocks, parts) in zip(self.parts, self.layouts, strict=True):
             first = count = 0
@@ -147,7 +147,7 @@ class Run:
                 if not pages >> page & 1:
                     continue
                 for cell in cells[page * parts : page * parts + parts]:
-                    if count and cell == first + count * blocks:
+                    if count and cell == first + count * blocks and cell % slab_blocks:
                         count += 1
                         continue
                     if count:

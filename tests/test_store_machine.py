@@ -1,0 +1,182 @@
+"""Random traffic of several engines over small tiers: invariants after each step, right bytes, durable means durable."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines import FULL, STATE, WINDOW, Engine, idle, spec, tokens
+from kvtier import wire
+from kvtier.identity import GroupSpec
+from kvtier.store import Store
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import HostTier
+from kvtier.types import Code, Kind, KvtierError
+
+SHAPES = (spec(), spec((FULL, WINDOW, STATE), model="hybrid"), spec((GroupSpec(Kind.FULL, 1, 1, 30_000),), model="big"))
+paths = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda pages: tokens(*pages))
+who = st.integers(0, 2)
+steps = st.one_of(
+    st.tuples(st.just("put"), who, paths),
+    st.tuples(st.just("get"), who, paths),
+    st.tuples(st.just("reserve"), who, paths),
+    st.tuples(st.just("commit"), who, st.tuples(st.integers(0, 11), st.integers(1, 12))),
+    st.tuples(st.just("abort"), who, paths),
+    st.tuples(st.just("acquire"), who, paths),
+    st.tuples(st.just("release"), who, paths),
+    st.tuples(st.just("die"), who, paths),
+    st.tuples(st.just("vanish"), who, paths),
+    st.tuples(st.just("reset"), who, paths),
+    st.tuples(st.just("flush"), who, paths),
+    st.tuples(st.just("evict"), who, paths),
+    st.tuples(st.just("restart"), who, paths),
+)
+
+
+class Traffic:
+    """Three engines, each with a cache of its own shape, and what they hold."""
+
+    def __init__(self, path: Path, disk_bytes: int) -> None:
+        self.path = path
+        self.disk_bytes = disk_bytes
+        self.durable: set[tuple[int, bytes]] = set()
+
+    async def start(self) -> None:
+        tier = None
+        if self.disk_bytes:
+            tier = DiskTier(self.path, self.disk_bytes, post=asyncio.get_running_loop().call_soon_threadsafe)
+        self.store = Store(HostTier(1 << 20, slab_bytes=128 << 10, prefault=False), tier)
+        await self.store.start()
+        self.engines = [await self.attach(n) for n in range(3)]
+        self.held: list[list] = [[], [], []]
+        self.leases: list[list] = [[], [], []]
+
+    async def attach(self, number: int) -> Engine:
+        engine = Engine(self.store, f"engine{number}", pid=number + 1)
+        await engine.open(SHAPES[number])
+        return engine
+
+    async def stop(self) -> None:
+        for n, engine in enumerate(self.engines):
+            await self.let_go(n)
+            engine.leave()
+        await self.store.parts.persist.flush(
+            list(self.store.parts.caches.values()), asyncio.get_running_loop().time() + 20
+        )
+        assert idle(self.store) == []
+        await self.store.drain(10)
+
+    async def let_go(self, n: int) -> None:
+        for keys, lease in self.leases[n]:
+            for items in lease.items:
+                self.engines[n].verify(keys, items)
+        self.leases[n].clear()
+        self.held[n].clear()
+
+    def wants(self, n: int, keys: bytes) -> tuple[wire.Want, ...]:
+        last = len(keys) // SHAPES[n].stride - 1
+        return (wire.Want(2, last.to_bytes(4, "little")),) if n == 1 else ()
+
+    async def put(self, n: int, keys: bytes) -> None:
+        await self.engines[n].put(keys, wants=self.wants(n, keys), wait_ms=100)
+
+    async def get(self, n: int, keys: bytes) -> None:
+        try:
+            served = await self.engines[n].get(keys)
+        except KvtierError as exc:
+            assert exc.code == Code.OVER_CAP
+            return
+        stride = SHAPES[n].stride
+        if self.disk_bytes >= 64 << 20:
+            most = max((len(k) for m, k in self.durable if m == n and keys.startswith(k)), default=0) // stride
+            assert served >= most or self.leases[n] or self.held[n], "a durable page was lost"
+
+    async def reserve(self, n: int, keys: bytes) -> None:
+        reserved = await self.engines[n].reserve(keys, wants=self.wants(n, keys), wait_ms=50)
+        if reserved.reservation:
+            self.engines[n].write(keys, reserved)
+            self.held[n].append(reserved)
+
+    async def commit(self, n: int, part: tuple[int, int]) -> None:
+        if self.held[n]:
+            reserved = self.held[n][part[0] % len(self.held[n])]
+            first = part[0] % reserved.pages
+            count = min(part[1], reserved.pages - first)
+            await self.engines[n].call(wire.Commit(reserved.reservation, first, count))
+
+    async def abort(self, n: int, _: bytes) -> None:
+        if self.held[n]:
+            await self.engines[n].call(wire.Abort(self.held[n].pop().reservation))
+
+    async def acquire(self, n: int, keys: bytes) -> None:
+        try:
+            lease = await self.engines[n].call(wire.Acquire((await self.engines[n].match(keys)).handle))
+        except KvtierError as exc:
+            assert exc.code == Code.OVER_CAP
+            return
+        if lease.lease:
+            self.leases[n].append((keys, lease))
+
+    async def release(self, n: int, _: bytes) -> None:
+        if self.leases[n]:
+            keys, lease = self.leases[n].pop()
+            for items in lease.items:
+                self.engines[n].verify(keys, items)
+            await self.engines[n].call(wire.Release(lease.lease))
+
+    async def die(self, n: int, _: bytes) -> None:
+        await self.let_go(n)
+        self.engines[n].leave(clean=False)
+        self.engines[n] = await self.attach(n)
+
+    async def vanish(self, n: int, _: bytes) -> None:
+        """Its connection is lost, then the same process says hello again."""
+        await self.let_go(n)
+        self.store.leave(self.engines[n].process, clean=False)
+        self.engines[n] = await self.attach(n)
+
+    async def reset(self, n: int, _: bytes) -> None:
+        engine = self.engines[n]
+        engine.opened = await engine.call(wire.Reset(engine.opened.cache))
+        self.durable = {(m, k) for m, k in self.durable if m != n}
+
+    async def flush(self, n: int, _: bytes) -> None:
+        try:
+            await self.engines[n].call(wire.Flush())
+        except KvtierError as exc:
+            assert exc.code in {Code.NO_SPACE, Code.IO}
+            return
+        cache = self.store.parts.caches[self.engines[n].opened.cache]
+        for node in cache.index.walk():
+            if node.live and (n != 1 or (node.at[3 * 3 + 2] and node.at[3 * 3 + 2][node.live - 1] >= 0)):
+                names = b"".join(each.edge for each in cache.index.path(node))
+                self.durable.add((n, names[: (node.depth + node.live) * cache.index.stride]))
+
+    async def evict(self, _n: int, _: bytes) -> None:
+        for pool in self.store.parts.host.pools:
+            self.store.parts.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
+
+    async def restart(self, _n: int, _: bytes) -> None:
+        await self.stop()
+        await self.start()
+
+
+async def run(ops: list, disk_bytes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        traffic = Traffic(Path(folder), disk_bytes)
+        await traffic.start()
+        for what, n, detail in ops:
+            await getattr(traffic, what)(n, detail)
+            assert traffic.store.parts.check() == [], what
+        await traffic.stop()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(steps, max_size=60), st.sampled_from([0, 1 << 20, 64 << 20]))
+def test_random_traffic_keeps_every_invariant(ops: list, disk_bytes: int) -> None:
+    """No disk, a full disk, an ample disk: bytes are right, counts agree, nothing is left behind."""
+    asyncio.run(run(ops, disk_bytes))
