@@ -267,6 +267,7 @@ def test_close_stops_the_thread_in_the_middle():
     import threading
     from pathlib import Path
 
+    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
     tier = HostTier(256 * MIB, hugepages="never")
     (handle,) = tier.pool("a", ONE).alloc(0, 1)
