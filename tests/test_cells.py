@@ -159,7 +159,7 @@ def test_check_sees_what_is_wrong():
 @given(item=st.integers(1, 5 << 30), slab=st.sampled_from([1 << 16, 1 << 20, 64 << 20]))
 def test_an_item_wastes_little(item, slab):
     """Cells hold the item, at most one block a part is padding, and sixteen cells fit any slab."""
-    blocks_, parts = layout_of(item, slab)
+    blocks_, parts, _ = layout_of(item, slab)
     assert blocks_ * parts * BLOCK >= item
     assert blocks_ * parts * BLOCK - item < (parts + 1) * BLOCK
     assert blocks_ * 16 <= max(slab // BLOCK, 16)

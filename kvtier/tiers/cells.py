@@ -34,13 +34,16 @@ class Layout(NamedTuple):
 
     blocks: int
     parts: int
+    slab: int
+    """Blocks of one slab: cells on either side of its end are never one span."""
 
 
 def layout_of(item_bytes: int, slab_bytes: int) -> Layout:
     """The cells of an item: one, or several equal ones where one would waste much of a slab."""
     blocks = align_up(item_bytes) // BLOCK
-    parts = -(-blocks // max(slab_bytes // BLOCK // CELLS_PER_SLAB_MIN, 1))
-    return Layout(-(-blocks // parts), parts)
+    slab = slab_bytes // BLOCK
+    parts = -(-blocks // max(slab // CELLS_PER_SLAB_MIN, 1))
+    return Layout(-(-blocks // parts), parts, slab)
 
 
 class _Class:

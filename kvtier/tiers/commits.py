@@ -160,9 +160,15 @@ class Commits:
             self._settle(batch, good, error)
 
     def _commit(self, ops: Sequence[Op]) -> None:
-        """The order everything rests on: payload synced before the catalogue names it."""
+        """The order everything rests on: the payload is on the device before the catalogue names it."""
+        self._sync_payload(ops)
+        self._sync_catalogue(ops)
+
+    def _sync_payload(self, ops: Sequence[Op]) -> None:
         if self._sync and any(op.size for op in ops):
             self._extents.sync()
+
+    def _sync_catalogue(self, ops: Sequence[Op]) -> None:
         if changes := [change for op in ops for change in op.changes]:
             self._catalogue.commit(changes)
             self.commits += 1

@@ -187,7 +187,7 @@ class Ledger:
         run, page = self.runs.get(handle >> PAGE_BITS), handle & PAGE_MASK
         if run is None or not run.live >> page & 1:
             return None
-        blocks, parts = run.layouts[group]
+        blocks, parts, _ = run.layouts[group]
         cells = run.parts[group][page * parts : page * parts + parts]
         if not cells or cells[0] < 0:
             return None

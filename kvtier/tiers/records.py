@@ -138,16 +138,16 @@ class Run:
         """Its key in the catalogue: by depth, so that parents load before children."""
         return _RUN_KEY.pack(self.depth, self.id)
 
-    def spans(self, pages: int, slab_blocks: int) -> list[Span]:
-        """The cells of the pages in this mask, consecutive ones of one slab joined."""
+    def spans(self, pages: int) -> list[Span]:
+        """The cells of the pages in this mask, consecutive ones joined."""
         out: list[Span] = []
-        for cells, (blocks, parts) in zip(self.parts, self.layouts, strict=True):
+        for cells, (blocks, parts, slab) in zip(self.parts, self.layouts, strict=True):
             first = count = 0
             for page in range(self.pages):
                 if not pages >> page & 1:
                     continue
                 for cell in cells[page * parts : page * parts + parts]:
-                    if count and cell == first + count * blocks and cell % slab_blocks:
+                    if count and cell == first + count * blocks and cell % slab:
                         count += 1
                         continue
                     if count:
@@ -238,7 +238,7 @@ def _expand(spans: Iterable[Span], size: int) -> array[int]:
 def place(run: Run, groups: Sequence[Placed]) -> None:
     """Give a run its cells and sums; raises Damaged where they cannot be those of such a run."""
     cells, parts, sums = [], [], []
-    for (present, spans, have), (blocks, count) in zip(groups, run.layouts, strict=True):
+    for (present, spans, have), (blocks, count, _) in zip(groups, run.layouts, strict=True):
         flat = _expand(spans, blocks)
         pages = present.bit_count()
         if pages * count != len(flat) or pages != len(have) or present >> run.pages:

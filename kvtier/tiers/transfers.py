@@ -58,7 +58,7 @@ class Writing:
         scratch = Scratch()
         parts: list[Piece] = []
         for item in self._items:
-            blocks, count = self._run.layouts[item.group]
+            blocks, count, _ = self._run.layouts[item.group]
             cells = self._run.parts[item.group][item.page * count : item.page * count + count]
             parts.extend(pieces(item.views, cells, blocks * BLOCK, 0, scratch))
         scratch.fill()
