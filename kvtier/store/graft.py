@@ -59,7 +59,7 @@ def _leading(live: int) -> int:
 def _put(cache: Cache, node: Node, run: Run, pages: int) -> None:
     """Record the run's copies."""
     for group in range(cache.index.groups):
-        cells, sums = run.cells[group][:: run.layouts[group].parts], run.sums[group]
+        cells, sums = run.cells[group], run.sums[group]
         handles = array(
             "q", [NO_COPY if cell == NO_COPY else run.id << PAGE_BITS | at for at, cell in enumerate(cells[:pages])]
         )

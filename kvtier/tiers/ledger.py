@@ -132,7 +132,7 @@ class Ledger:
             run = self.runs.get(number)
             if run is None or not (gone := mask & run.live):
                 continue
-            spans += run.spans(gone, self.cells.slab_blocks)
+            spans += run.spans(gone)
             run.live &= ~gone
             if run.live:
                 run.trimmed = True
@@ -168,7 +168,7 @@ class Ledger:
         run, spans = found
         if mask is not None:
             run.live, run.trimmed = run.live & decode_number(key, mask), True
-            spans = run.spans(run.live, self.cells.slab_blocks)
+            spans = run.spans(run.live)
         if not run.live:
             raise Damaged
         for at, span in enumerate(spans):
@@ -195,7 +195,7 @@ class Ledger:
 
     def check(self) -> list[str]:
         """Every disagreement between runs, cells and counts; empty when all is well."""
-        used = [span for run in self.runs.values() for span in run.spans(run.live, self.cells.slab_blocks)]
+        used = [span for run in self.runs.values() for span in run.spans(run.live)]
         used += [span for spans in self._writing.values() for span in spans]
         pending = [span for spans in self._pending.values() for span in spans] + self._doubtful
         wrong = self.cells.check(used, pending)
