@@ -1,0 +1,451 @@
+"""A blocking connection to the daemon that several threads share; every wait has a deadline."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kvtier import wire
+from kvtier.frames import Frames
+from kvtier.handshake import FirstFrame
+from kvtier.link import (
+    CONNECT_S,
+    IN_FLIGHT,
+    Away,
+    Backoff,
+    Call,
+    Daemon,
+    Hand,
+    Identity,
+    Inbox,
+    Join,
+    Joined,
+    Post,
+    Start,
+    Step,
+    Steps,
+    Ticket,
+    Wait,
+    first_reply,
+    hello_frame,
+    welcomed,
+)
+from kvtier.types import Code, KvtierError
+
+CHUNK: Final = 256 << 10
+RETRY_S: Final = 0.005
+R = TypeVar("R", bound=wire.Message)
+T = TypeVar("T")
+
+
+def _poll(sock: socket.socket, events: int, deadline: float) -> None:
+    """Wait for a socket; raises Away when time is up."""
+    poll = select.poll()
+    poll.register(sock, events)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise Away("the daemon did not answer in time")
+
+
+def _send_all(sock: socket.socket, raw: bytes, deadline: float, fds: list[int] | None = None) -> None:
+    """Send a whole frame on a non-blocking socket."""
+    view = memoryview(raw)
+    while view:
+        try:
+            sent = socket.send_fds(sock, [view], fds, socket.MSG_NOSIGNAL) if fds else sock.send(view)
+        except BlockingIOError:
+            _poll(sock, select.POLLOUT, deadline)
+        except OSError as exc:
+            raise Away(f"the connection is lost: {exc}") from exc
+        else:
+            view, fds = view[sent:], None
+
+
+def _dial(path: Path, deadline: float) -> socket.socket:
+    """Connect; raises Away."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    while True:
+        try:
+            sock.connect(str(path))
+        except BlockingIOError:  # its backlog is full
+            if time.monotonic() + RETRY_S > deadline:
+                sock.close()
+                raise Away(f"the daemon at {path} does not accept connections") from None
+            time.sleep(RETRY_S)
+        except OSError as exc:
+            sock.close()
+            raise Away(f"no daemon at {path}: {exc}") from exc
+        else:
+            return sock
+
+
+def _ask(sock: socket.socket, raw: bytes, fds: list[int], deadline: float) -> FirstFrame:
+    """Send a first frame and receive its answer; the caller closes its descriptors."""
+    _send_all(sock, raw, deadline, fds)
+    first = FirstFrame(wire.MAX_BODY)
+    try:
+        while True:
+            try:
+                if first.read(sock):
+                    return first
+            except BlockingIOError:
+                _poll(sock, select.POLLIN, deadline)
+    except (OSError, EOFError) as exc:
+        first.close()
+        raise Away(f"the connection is lost: {exc}") from exc
+    except BaseException:
+        first.close()
+        raise
+
+
+class _Pipe:
+    """One connected socket, closed only when no thread is in a call on it."""
+
+    def __init__(self, sock: socket.socket, joined: Joined) -> None:
+        self.joined = joined
+        self.frames = Frames()
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def use(self, call: Callable[[socket.socket], T]) -> T:
+        """Run a call on the socket; raises Away once it was dropped."""
+        with self._lock:
+            if not self.joined.alive:
+                raise Away("the connection is lost")
+            self._users += 1
+        try:
+            return call(self._sock)
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._close_idle()
+
+    def drop(self) -> None:
+        """No more calls; those under way return soon."""
+        with self._lock:
+            if self.joined.alive:
+                self.joined.alive = False
+                if self._users:
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                self._close_idle()
+
+    def _close_idle(self) -> None:
+        """Close a dropped socket that nobody uses: a number in use must not name another file."""
+        if not self.joined.alive and not self._users:
+            self._sock.close()
+
+
+class SyncLink:
+    """Connects when asked to, connects again after a loss, runs steps. Thread-safe."""
+
+    def __init__(self, path: Path, who: Identity, timeout_s: float) -> None:
+        self.path = path
+        self.who = who
+        self.timeout_s = timeout_s
+        self._pipe: _Pipe | None = None
+        self._pid = os.getpid()
+        self._backoff = Backoff()
+        self._ever = False
+        self._closed = False
+        self._lost: list[Joined] = []
+        self._fresh()
+
+    def _fresh(self) -> None:
+        """Locks and tickets of this process."""
+        self._inbox = Inbox()
+        self._state = threading.Condition()
+        self._reading = False
+        self._sending = threading.Lock()
+        self._dialing = threading.Lock()
+
+    @property
+    def joined(self) -> Joined | None:
+        """The connection as it is, without trying to make one."""
+        pipe = self._pipe
+        return pipe.joined if pipe is not None and pipe.joined.alive else None
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def run(self, steps: Steps[T], wait_s: float = 0.0) -> T:
+        """Do the steps of a verb within the timeout and `wait_s`; raises Away and KvtierError."""
+        deadline = time.monotonic() + self.timeout_s + wait_s
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    got = self._do(step, deadline)
+                except (Away, KvtierError) as exc:
+                    step = steps.throw(exc)
+                else:
+                    step = steps.send(got)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+    def _do(self, step: Step, deadline: float) -> Any:
+        """One step."""
+        match step:
+            case Call(joined, message, reply):
+                return self.wait(self.start(joined, message, reply, deadline), deadline)
+            case Join():
+                return self.join(deadline)
+            case Start(joined, message, reply):
+                return self.start(joined, message, reply, deadline)
+            case Wait(ticket):
+                return self.wait(ticket, deadline, patient=True)
+            case Post(joined, message):
+                self.start(joined, message, wire.Ok, deadline)
+                return None
+            case Hand(message, fd, reply):
+                return self._hand(message, fd, reply, deadline)
+
+    def _hand(self, message: wire.Message, fd: int, reply: type[R], deadline: float) -> R:
+        """Send a descriptor on a connection of its own."""
+        sock = _dial(self.path, deadline)
+        with sock:
+            first = _ask(sock, wire.request_frame(message, 1), [fd], deadline)
+        try:
+            return first_reply(first, reply)
+        finally:
+            first.close()
+
+    # -- connecting --------------------------------------------------------------------------------------------
+
+    def join(self, deadline: float) -> Joined:
+        """The connection, made where there is none and an attempt is due."""
+        if self._closed:
+            raise Away("this client is closed")
+        if self._pid != os.getpid():
+            self._forked()
+        joined = self.joined
+        if joined is not None and not self._lost:
+            return joined
+        if not self._dialing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise Away("another thread is connecting")
+        try:
+            return self._join(deadline)
+        finally:
+            self._dialing.release()
+
+    def _join(self, deadline: float) -> Joined:
+        """Connect, unless another thread has; let go of what earlier connections gave."""
+        joined = self.joined
+        if joined is None:
+            if not self._backoff.ready(time.monotonic()):
+                raise Away("the daemon is away; the next attempt to connect is not due yet")
+            self._retire()
+            unmapped = [old for old in self._lost if old.arenas.unmap()]
+            joined = self._connect(deadline)
+        else:
+            unmapped = [old for old in self._lost if old.arenas.unmap()]
+        for old in unmapped:
+            self._unmapped(joined, old, deadline)
+        return joined
+
+    def _unmapped(self, joined: Joined, old: Joined, deadline: float) -> None:
+        """Tell the daemon that the slots of a lost connection are not touched any more; later, where it is busy."""
+        try:
+            self.wait(self.start(joined, wire.Unmapped(old.welcome.session), wire.Ok, deadline), deadline)
+        except KvtierError as exc:
+            if exc.code is Code.BUSY:
+                return
+        self._lost.remove(old)
+
+    def _connect(self, deadline: float) -> Joined:
+        """One attempt; raises Away, and on the very first connection what the daemon refuses."""
+        if self._ever:
+            deadline = min(deadline, time.monotonic() + CONNECT_S)
+        try:
+            pipe = self._hello(deadline)
+        except Away:
+            self._backoff.failed(time.monotonic())
+            raise
+        except KvtierError as exc:
+            self._backoff.failed(time.monotonic())
+            if self._ever:
+                raise Away(f"the daemon does not take this process again: {exc}") from exc
+            raise
+        self._ever = True
+        self._backoff.succeeded()
+        self._pipe = pipe
+        return pipe.joined
+
+    def _hello(self, deadline: float) -> _Pipe:
+        """Say Hello and map the arenas."""
+        sock = _dial(self.path, deadline)
+        try:
+            daemon = Daemon(sock)
+            first = _ask(sock, hello_frame(self.who), [], deadline)
+            try:
+                return _Pipe(sock, welcomed(first, daemon))
+            finally:
+                first.close()
+        except OSError as exc:
+            sock.close()
+            raise Away(f"the connection is lost: {exc}") from exc
+        except BaseException:
+            sock.close()
+            raise
+
+    def _retire(self) -> None:
+        """Keep a lost connection until its arenas are unmapped."""
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            self._lost.append(pipe.joined)
+
+    def _forked(self) -> None:
+        """In a child of fork the connection, its locks and its leases are the parent's."""
+        self._pid = os.getpid()
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            pipe.joined.alive = False
+            pipe.frames = Frames()
+            pipe._sock.close()  # noqa: SLF001 - its lock may be held by a thread that is not here
+        self._lost.clear()
+        self._fresh()
+
+    def lose(self, joined: Joined, reason: str) -> None:
+        """Drop a connection; whoever waits on it gets Away."""
+        pipe = self._pipe
+        if pipe is None or pipe.joined is not joined or not joined.alive:
+            return
+        pipe.drop()
+        self._backoff.failed(time.monotonic())
+        with self._state:
+            self._inbox.fail(Away(reason))
+            self._state.notify_all()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def start(self, joined: Joined, message: wire.Message, reply: type[R], deadline: float) -> Ticket[R]:
+        """Send a request on that connection, or raise Away; a frame is sent whole or the connection dropped."""
+        pipe = self._pipe
+        if pipe is None or pipe.joined is not joined or not joined.alive:
+            raise Away("the connection is lost")
+        self._thin_out(deadline)
+        with self._state:
+            ticket = self._inbox.ticket(joined, reply)
+        raw = wire.request_frame(message, ticket.request)
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            self._inbox.tickets.pop(ticket.request, None)
+            raise Away("another thread is sending")
+        try:
+            pipe.use(lambda sock: _send_all(sock, raw, deadline))
+        except Away as exc:
+            self._inbox.tickets.pop(ticket.request, None)
+            self.lose(joined, str(exc))
+            raise
+        finally:
+            self._sending.release()
+        return ticket
+
+    def _thin_out(self, deadline: float) -> None:
+        """Wait for the oldest replies where many are in flight: neither side's buffers may fill with them."""
+        while len(self._inbox.tickets) >= IN_FLIGHT:
+            with self._state:
+                oldest = next(iter(self._inbox.tickets.values()), None)
+            if oldest is not None and not self._await(oldest, deadline):
+                raise Away("too many requests are in flight")
+
+    def wait(self, ticket: Ticket[R], deadline: float, *, patient: bool = False) -> R | None:
+        """The reply. When time is up: None if patient, else the connection is dropped and Away raised."""
+        if not self._await(ticket, deadline):
+            if patient:
+                return None
+            self.lose(ticket.joined, "the daemon did not answer in time")
+        return ticket.result()
+
+    def _await(self, ticket: Ticket[Any], deadline: float) -> bool:
+        """Whether the ticket ends in time. One waiting thread reads for all; the others sleep."""
+        while True:
+            with self._state:
+                while not ticket.done and self._reading:
+                    if not self._state.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                        return ticket.done
+                if ticket.done:
+                    return True
+                self._reading = True
+            try:
+                in_time = self._read(deadline)
+            finally:
+                with self._state:
+                    self._reading = False
+                    self._state.notify_all()
+            if not in_time:
+                return ticket.done
+
+    def _read(self, deadline: float) -> bool:
+        """Read once; False when time is up before something came."""
+        pipe = self._pipe
+        if pipe is None:
+            return True
+        try:
+            data = pipe.use(lambda sock: _receive(sock, deadline))
+        except Away as exc:
+            self.lose(pipe.joined, str(exc))
+            return True
+        if data is None:
+            return False
+        try:
+            pipe.frames.feed(data)
+            with self._state:
+                while (frame := pipe.frames.next()) is not None:
+                    self._inbox.take(frame)
+        except KvtierError as exc:
+            self.lose(pipe.joined, f"the daemon ended the connection: {exc}")
+        return True
+
+    def events(self) -> list[wire.Message]:
+        """Events that have come, in order; reads what is there unless another thread does."""
+        with self._state:
+            read = not self._reading and self.joined is not None
+            self._reading |= read
+        if read:
+            try:
+                self._read(time.monotonic())
+            finally:
+                with self._state:
+                    self._reading = False
+                    self._state.notify_all()
+        with self._state:
+            events = list(self._inbox.events)
+            self._inbox.events.clear()
+        return events
+
+    def leave(self) -> None:
+        """Say Bye, so that what was held returns at once; never raises for an absent daemon."""
+        self._closed = True
+        pipe = self._pipe
+        if pipe is None or not pipe.joined.alive:
+            return
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            self.wait(self.start(pipe.joined, wire.Bye(), wire.Ok, deadline), deadline)
+        except (Away, KvtierError):
+            pass
+        finally:
+            self.lose(pipe.joined, "this client is closed")
+            pipe.joined.arenas.unmap()
+
+
+def _receive(sock: socket.socket, deadline: float) -> bytes | None:
+    """What has come; None when time is up before anything did."""
+    try:
+        _poll(sock, select.POLLIN, deadline)
+    except Away:
+        return None
+    try:
+        data = sock.recv(CHUNK)
+    except BlockingIOError:
+        return b""
+    except OSError as exc:
+        raise Away(f"the connection is lost: {exc}") from exc
+    if not data:
+        raise Away("the daemon closed the connection")
+    return data
