@@ -5,16 +5,19 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from kvtier.layout import Bytes
 from kvtier.types import Code, KvtierError
-from kvtier.wire import ArenaInfo
+from kvtier.wire import ARENA_SHIFT, ArenaInfo
+
+OFFSET_MASK: Final = (1 << ARENA_SHIFT) - 1
 
 
 class Arenas:
-    """Mapped memfds; an offset counts through them in the order of the Welcome.
+    """Mapped memfds by arena number.
 
     Children of fork do not inherit the mappings: the daemon watches this process only.
     """
@@ -24,7 +27,7 @@ class Arenas:
         if len(infos) != len(fds):
             raise KvtierError(Code.INTERNAL, f"{len(infos)} arenas came with {len(fds)} descriptors")
         self._maps: list[mmap.mmap] = []
-        self._rows: list[Bytes] = []
+        self._rows: dict[int, Bytes] = {}
         for info, fd in zip(infos, fds, strict=True):
             if not info.bytes:
                 continue
@@ -36,17 +39,15 @@ class Arenas:
                 raise KvtierError(Code.IO, f"cannot map arena {info.arena}: {exc}") from None
             mapped.madvise(mmap.MADV_DONTFORK)
             self._maps.append(mapped)
-            self._rows.append(np.frombuffer(mapped, np.uint8))
+            self._rows[info.arena] = np.frombuffer(mapped, np.uint8)
 
-    def view(self, offset: int, size: int) -> Bytes:
-        """Writable view of `size` bytes; raises KvtierError where they are not in one arena."""
-        for row in self._rows:
-            if offset < len(row):
-                if offset >= 0 and offset + size <= len(row):
-                    return row[offset : offset + size]
-                break
-            offset -= len(row)
-        raise KvtierError(Code.INTERNAL, f"the daemon named bytes outside its arenas: {offset}+{size}")
+    def view(self, address: int, size: int) -> Bytes:
+        """Writable view of `size` bytes; raises KvtierError where they are not in an arena."""
+        row = self._rows.get(address >> ARENA_SHIFT)
+        at = address & OFFSET_MASK
+        if row is None or at + size > len(row):
+            raise KvtierError(Code.INTERNAL, f"the daemon named bytes outside its arenas: {address:#x}+{size}")
+        return row[at : at + size]
 
     def unmap(self) -> bool:
         """Unmap what no view refers to any more; True when nothing is mapped."""

@@ -7,6 +7,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvtier import wire
@@ -17,6 +18,8 @@ from kvtier.types import Code, KvtierError
 
 CONNECT_S: Final = 0.05
 """An attempt to connect again costs an engine's step at most this long."""
+RETRY_S: Final = 0.005
+"""Between attempts while the daemon's backlog is full."""
 BACKOFF_S: Final = (0.1, 5.0)
 IN_FLIGHT: Final = 128
 """Requests that a client leaves unanswered before it reads; below the server's bound."""
@@ -135,6 +138,29 @@ class Joined:
         self.alive = True
 
 
+def dial(path: Path) -> socket.socket | None:
+    """A connected non-blocking socket, or None while the daemon's backlog is full; raises Away."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(str(path))
+    except BlockingIOError:
+        sock.close()
+        return None
+    except OSError as exc:
+        sock.close()
+        raise Away(f"no daemon at {path}: {exc}") from exc
+    return sock
+
+
+def undo(reply: wire.Message | None) -> wire.Message | None:
+    """What gives back a reply that nobody waits for any more."""
+    if isinstance(reply, wire.Acquired) and reply.lease:
+        return wire.Release(reply.lease)
+    if isinstance(reply, wire.Reserved) and reply.reservation:
+        return wire.Abort(reply.reservation)
+    return None
+
+
 def hello_frame(who: Identity) -> bytes:
     """The first frame of a connection."""
     return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events), 1)
@@ -152,25 +178,64 @@ def welcomed(first: FirstFrame, daemon: Daemon) -> Joined:
     return Joined(welcome, Arenas(welcome.arenas, first.fds), daemon)
 
 
-class Backoff:
-    """When to try to connect again. The clock is the caller's."""
+class Recovery:
+    """When to connect again, and what is still owed to the connections that were lost. The clock is the caller's."""
 
     def __init__(self) -> None:
+        self.closed = False
+        self._ever = False
         self._delay = BACKOFF_S[0]
         self._next = 0.0
+        self._lost: list[Joined] = []
 
-    def ready(self, now: float) -> bool:
-        """Whether the next attempt is due."""
-        return now >= self._next
+    @property
+    def owes(self) -> bool:
+        """Whether a lost connection's arenas are not known to the daemon as unmapped."""
+        return bool(self._lost)
 
-    def failed(self, now: float) -> None:
-        """Wait twice as long as last time."""
+    def begin(self, lost: Joined | None, now: float) -> None:
+        """An attempt to connect; unmaps what nothing refers to. Raises Away where it is not due."""
+        if lost is not None:
+            self._lost.append(lost)
+        if self.closed:
+            raise Away("this client is closed")
+        if now < self._next:
+            raise Away("the daemon is away; the next attempt to connect is not due yet")
+        self.unmapped()
+
+    def until(self, deadline: float, now: float) -> float:
+        """When the attempt ends: only the first one may take its caller's time."""
+        return min(deadline, now + CONNECT_S) if self._ever else deadline
+
+    def lost(self, now: float) -> None:
+        """A connection was lost, or an attempt failed: wait twice as long as last time."""
         self._next = now + self._delay
         self._delay = min(2 * self._delay, BACKOFF_S[1])
 
+    def failed(self, exc: Away | KvtierError, now: float) -> Away | KvtierError:
+        """An attempt failed; what to raise. Only at first a refusal is the program's fault."""
+        self.lost(now)
+        if self._ever and isinstance(exc, KvtierError):
+            return Away(f"the daemon does not take this process again: {exc}")
+        return exc
+
     def succeeded(self) -> None:
-        """Start over."""
+        """Connected: start over."""
+        self._ever = True
         self._delay, self._next = BACKOFF_S[0], 0.0
+
+    def unmapped(self) -> list[Joined]:
+        """Lost connections whose arenas are unmapped, which the daemon has yet to be told."""
+        return [old for old in self._lost if old.arenas.unmap()]
+
+    def told(self, old: Joined, refusal: KvtierError | None = None) -> None:
+        """The daemon was told; where it is busy with what that connection had in flight, later again."""
+        if (refusal is None or refusal.code is not Code.BUSY) and old in self._lost:
+            self._lost.remove(old)
+
+    def forget(self) -> None:
+        """In a child of fork nothing is owed."""
+        self._lost.clear()
 
 
 class Ticket(Generic[R]):

@@ -29,7 +29,8 @@ class PathLock:
     """Keeps a second daemon off a socket path, also while the first is stopped or its socket file was deleted."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock beside `path`; raises busy naming the daemon that has it."""
+        """Take the lock beside `path`, making its folder; raises busy naming the daemon that has it."""
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

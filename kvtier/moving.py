@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvtier import wire
 from kvtier.held import HeldLease, HeldReservation, OpenCache
-from kvtier.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Start, Steps, Wait
+from kvtier.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Post, Start, Steps, Wait
 from kvtier.types import KvtierError, bad
 
 Rows = Sequence[int] | npt.NDArray[Any]
@@ -121,38 +121,51 @@ class Moving:
     @property
     def lost(self) -> bool:
         """Whether the connection ended before the daemon's word came."""
-        return self.result is None and self._joined is not None and not self._joined.alive
+        return not self._settled() and self._joined is not None and not self._joined.alive
 
     @property
     def fenced(self) -> bool:
         """Whether the daemon may still touch the rows: no word of it came, and its process has not ended."""
-        return self.result is None and not (self._joined is not None and self._joined.daemon.gone)
+        return not self._settled() and not (self._joined is not None and self._joined.daemon.gone)
+
+    def _settled(self) -> bool:
+        """Whether the daemon's word is there, also where nobody waited for it."""
+        if self.result is None and self._ticket.done:
+            if self._ticket.reply is not None:
+                self._take(self._ticket.reply)
+            elif isinstance(self._ticket.error, KvtierError):
+                self._refuse(self._ticket.error)
+        return self.result is not None
 
     def _waiting(self) -> Steps[bytes | None]:
         """The result, or None while it is not there or never will be."""
-        if self.result is None and not self.lost:
+        if not self._settled() and not self.lost:
             try:
                 reply = yield Wait(self._ticket)
             except Away:
                 self._region.fence(self)
                 raise
             except KvtierError as exc:
-                self.result, self.refused = bytes(self._count), exc.code.value
+                self._refuse(exc)
                 if exc.code in FAULTS:
                     raise
             else:
-                self._take(reply)
+                if reply is not None:
+                    self._take(reply)
         return self.result
 
-    def _take(self, reply: wire.Message | None) -> None:
-        """The daemon's word, if it came."""
-        if isinstance(reply, wire.Loaded | wire.Stored):
-            self.result = reply.done
-            self.refused = reply.refused if isinstance(reply, wire.Stored) else ""
+    def _take(self, reply: wire.Loaded | wire.Stored) -> None:
+        """The daemon's word."""
+        self.result = reply.done
+        self.refused = reply.refused if isinstance(reply, wire.Stored) else ""
+
+    def _refuse(self, exc: KvtierError) -> None:
+        """The daemon's word that nothing was done."""
+        self.result, self.refused = bytes(self._count), exc.code.value
 
     def _cancelling(self) -> Steps[bytes | None]:
         """Stop; returns when no byte moves any more, or None when the connection is lost first."""
-        if self.result is None and not self.lost:
+        if not self._settled() and not self.lost:
             assert self._joined is not None
             try:
                 yield Call(self._joined, wire.Cancel(self._ticket.request), wire.Ok)
@@ -161,6 +174,13 @@ class Moving:
                 raise
             yield from self._waiting()
         return self.result
+
+    def _forsaking(self) -> Steps[None]:
+        """Nobody waits any more: stop, and fence the rows until the daemon's word comes."""
+        if not self._settled():
+            self._region.fence(self)
+            if self._joined is not None and self._joined.alive:
+                yield Post(self._joined, wire.Cancel(self._ticket.request))
 
 
 def _rows(rows: Rows) -> bytes:

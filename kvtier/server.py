@@ -31,7 +31,15 @@ _log = logging.getLogger("kvtier.server")
 class Server:
     """Serves a store on an engine socket and, where a path is given, an admin socket."""
 
-    def __init__(self, store: Owner, path: Path, admin: Path | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        store: Owner,
+        path: Path,
+        admin: Path | None = None,
+        limits: Limits | None = None,
+        lock: PathLock | None = None,
+    ) -> None:
+        """`lock`: the path's, where the caller has claimed it already; released by `close`."""
         self._store = store
         self._path = path
         self._admin_path = admin
@@ -40,12 +48,12 @@ class Server:
         self._greeting: set[asyncio.Task[None]] = set()
         self._listeners: list[Listener] = []
         self._closing = False
+        self._lock = lock
 
     async def start(self) -> None:
         """Listen. Raises KvtierError when a path is taken or cannot be used."""
         self._loop = asyncio.get_running_loop()
-        self._path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self._lock = PathLock(self._path)
+        self._lock = self._lock or PathLock(self._path)
         self.sessions = Sessions(self._store, self._limits.drain_s)
         try:
             self._listeners.append(Listener(self._path, ENGINE_MODE, self._engine))
@@ -79,7 +87,8 @@ class Server:
         await self._shared.emptied.wait()
         await asyncio.gather(*self._shared.tasks, return_exceptions=True)
         self.sessions.close()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _stop_listening(self) -> None:
         """Close the listening sockets."""
@@ -193,7 +202,6 @@ class Server:
         if len(first.fds) != 1:
             raise bad("fds", "exactly one descriptor", len(first.fds))
         reply = self._store.register(message, first.fds[0], peer)
-        first.take_fds()  # the store's from here on
         await self._loop.sock_sendall(sock, wire.frame(first.header.verb, first.header.request, reply))
 
     # -- requests ----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Owner(Protocol):
         """After an unclean leave: the process can touch no slot any more."""
 
     def register(self, msg: wire.Register, fd: int, peer: Peer) -> wire.Registered:
-        """Take a region; the descriptor is the store's once this returns. Raises KvtierError."""
+        """Take a region, keeping a duplicate of the descriptor. Raises KvtierError."""
 
 
 class Session:
@@ -71,9 +71,15 @@ class Sessions:
     def join(self, hello: wire.Hello, peer: Peer, connection: Connection) -> tuple[Session, wire.Welcome, list[int]]:
         """Attach a process to the store and watch it by a duplicate of its pidfd."""
         self._next += 1
-        process, welcome, fds = self._owner.join(hello, peer, connection.notify)
         pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
-        session = Session(self._next, peer._replace(pidfd=pidfd), process, connection)
+        peer = peer._replace(pidfd=pidfd)
+        try:
+            process, welcome, fds = self._owner.join(hello, peer, connection.notify)
+        except BaseException:
+            if pidfd is not None:
+                os.close(pidfd)
+            raise
+        session = Session(self._next, peer, process, connection)
         welcome.session = session.number
         self._sessions[session.number] = session
         if pidfd is not None:

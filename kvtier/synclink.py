@@ -15,10 +15,9 @@ from kvtier import wire
 from kvtier.frames import Frames
 from kvtier.handshake import FirstFrame
 from kvtier.link import (
-    CONNECT_S,
     IN_FLIGHT,
+    RETRY_S,
     Away,
-    Backoff,
     Call,
     Daemon,
     Hand,
@@ -27,19 +26,20 @@ from kvtier.link import (
     Join,
     Joined,
     Post,
+    Recovery,
     Start,
     Step,
     Steps,
     Ticket,
     Wait,
+    dial,
     first_reply,
     hello_frame,
     welcomed,
 )
-from kvtier.types import Code, KvtierError
+from kvtier.types import KvtierError
 
 CHUNK: Final = 256 << 10
-RETRY_S: Final = 0.005
 R = TypeVar("R", bound=wire.Message)
 T = TypeVar("T")
 
@@ -68,20 +68,11 @@ def _send_all(sock: socket.socket, raw: bytes, deadline: float, fds: list[int] |
 
 def _dial(path: Path, deadline: float) -> socket.socket:
     """Connect; raises Away."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    while True:
-        try:
-            sock.connect(str(path))
-        except BlockingIOError:  # its backlog is full
-            if time.monotonic() + RETRY_S > deadline:
-                sock.close()
-                raise Away(f"the daemon at {path} does not accept connections") from None
-            time.sleep(RETRY_S)
-        except OSError as exc:
-            sock.close()
-            raise Away(f"no daemon at {path}: {exc}") from exc
-        else:
-            return sock
+    while (sock := dial(path)) is None:
+        if time.monotonic() + RETRY_S > deadline:
+            raise Away(f"the daemon at {path} does not accept connections")
+        time.sleep(RETRY_S)
+    return sock
 
 
 def _ask(sock: socket.socket, raw: bytes, fds: list[int], deadline: float) -> FirstFrame:
@@ -150,10 +141,7 @@ class SyncLink:
         self.timeout_s = timeout_s
         self._pipe: _Pipe | None = None
         self._pid = os.getpid()
-        self._backoff = Backoff()
-        self._ever = False
-        self._closed = False
-        self._lost: list[Joined] = []
+        self.recovery = Recovery()
         self._fresh()
 
     def _fresh(self) -> None:
@@ -219,62 +207,40 @@ class SyncLink:
 
     def join(self, deadline: float) -> Joined:
         """The connection, made where there is none and an attempt is due."""
-        if self._closed:
-            raise Away("this client is closed")
         if self._pid != os.getpid():
             self._forked()
         joined = self.joined
-        if joined is not None and not self._lost:
+        if joined is not None and not self.recovery.owes:
             return joined
         if not self._dialing.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Away("another thread is connecting")
         try:
-            return self._join(deadline)
+            joined = self.joined or self._connect(deadline)
+            for old in self.recovery.unmapped():
+                self._unmapped(joined, old, deadline)
+            return joined
         finally:
             self._dialing.release()
 
-    def _join(self, deadline: float) -> Joined:
-        """Connect, unless another thread has; let go of what earlier connections gave."""
-        joined = self.joined
-        if joined is None:
-            if not self._backoff.ready(time.monotonic()):
-                raise Away("the daemon is away; the next attempt to connect is not due yet")
-            self._retire()
-            unmapped = [old for old in self._lost if old.arenas.unmap()]
-            joined = self._connect(deadline)
-        else:
-            unmapped = [old for old in self._lost if old.arenas.unmap()]
-        for old in unmapped:
-            self._unmapped(joined, old, deadline)
-        return joined
-
     def _unmapped(self, joined: Joined, old: Joined, deadline: float) -> None:
-        """Tell the daemon that the slots of a lost connection are not touched any more; later, where it is busy."""
+        """Tell the daemon that the slots of a lost connection are not touched any more."""
         try:
             self.wait(self.start(joined, wire.Unmapped(old.welcome.session), wire.Ok, deadline), deadline)
         except KvtierError as exc:
-            if exc.code is Code.BUSY:
-                return
-        self._lost.remove(old)
+            self.recovery.told(old, exc)
+        else:
+            self.recovery.told(old)
 
     def _connect(self, deadline: float) -> Joined:
         """One attempt; raises Away, and on the very first connection what the daemon refuses."""
-        if self._ever:
-            deadline = min(deadline, time.monotonic() + CONNECT_S)
+        pipe, self._pipe = self._pipe, None
+        self.recovery.begin(None if pipe is None else pipe.joined, time.monotonic())
         try:
-            pipe = self._hello(deadline)
-        except Away:
-            self._backoff.failed(time.monotonic())
-            raise
-        except KvtierError as exc:
-            self._backoff.failed(time.monotonic())
-            if self._ever:
-                raise Away(f"the daemon does not take this process again: {exc}") from exc
-            raise
-        self._ever = True
-        self._backoff.succeeded()
-        self._pipe = pipe
-        return pipe.joined
+            self._pipe = self._hello(self.recovery.until(deadline, time.monotonic()))
+        except (Away, KvtierError) as exc:
+            raise self.recovery.failed(exc, time.monotonic()) from exc
+        self.recovery.succeeded()
+        return self._pipe.joined
 
     def _hello(self, deadline: float) -> _Pipe:
         """Say Hello and map the arenas."""
@@ -293,12 +259,6 @@ class SyncLink:
             sock.close()
             raise
 
-    def _retire(self) -> None:
-        """Keep a lost connection until its arenas are unmapped."""
-        pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            self._lost.append(pipe.joined)
-
     def _forked(self) -> None:
         """In a child of fork the connection, its locks and its leases are the parent's."""
         self._pid = os.getpid()
@@ -307,7 +267,7 @@ class SyncLink:
             pipe.joined.alive = False
             pipe.frames = Frames()
             pipe._sock.close()  # noqa: SLF001 - its lock may be held by a thread that is not here
-        self._lost.clear()
+        self.recovery.forget()
         self._fresh()
 
     def lose(self, joined: Joined, reason: str) -> None:
@@ -316,7 +276,7 @@ class SyncLink:
         if pipe is None or pipe.joined is not joined or not joined.alive:
             return
         pipe.drop()
-        self._backoff.failed(time.monotonic())
+        self.recovery.lost(time.monotonic())
         with self._state:
             self._inbox.fail(Away(reason))
             self._state.notify_all()
@@ -420,7 +380,7 @@ class SyncLink:
 
     def leave(self) -> None:
         """Say Bye, so that what was held returns at once; never raises for an absent daemon."""
-        self._closed = True
+        self.recovery.closed = True
         pipe = self._pipe
         if pipe is None or not pipe.joined.alive:
             return

@@ -21,6 +21,8 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<IBBHQ")
 MAX_BODY: Final = 64 << 20
 MAX_NAME: Final = 128
+ARENA_SHIFT: Final = 44
+"""An address is arena number << ARENA_SHIFT | byte offset in that arena."""
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -168,7 +170,8 @@ class Acquire(Message):
 class Items(Message):
     """Slots of `count` items of one group, first at page `first`.
 
-    offsets: int64 arena offsets, slots_per_item each, -1 where there is none. sums: u64 xxh3-64 of each item.
+    offsets: int64 addresses, slots_per_item each, -1 where there is none: arena number << ARENA_SHIFT | byte offset.
+    sums: u64 xxh3-64 of each item.
     """
 
     group: int
