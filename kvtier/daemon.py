@@ -21,10 +21,9 @@ import uvloop
 
 from kvtier import __version__
 from kvtier.config import Config, load, settings, variable
-from kvtier.connection import Limits
 from kvtier.limits import check_budget, default_budget
-from kvtier.listener import PathLock
-from kvtier.server import Server
+from kvtier.server import Limits, Server
+from kvtier.server.listener import PathLock
 from kvtier.store import Store
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier

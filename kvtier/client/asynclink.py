@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kvtier import wire
-from kvtier.frames import Frames
-from kvtier.handshake import FirstFrame, receive_first, send_first
-from kvtier.link import (
+from kvtier.client.link import (
     IN_FLIGHT,
     RETRY_S,
     Away,
@@ -36,6 +34,8 @@ from kvtier.link import (
     undo,
     welcomed,
 )
+from kvtier.frames import Frames
+from kvtier.handshake import FirstFrame, receive_first, send_first
 from kvtier.types import KvtierError
 
 R = TypeVar("R", bound=wire.Message)

@@ -11,12 +11,13 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvtier import wire
-from kvtier.held import Checks, HeldLease, HeldReservation, KeyPath, OpenCache, Verify, asking_stat, pinging
+from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
+from kvtier.client.held import Checks, HeldLease, HeldReservation, Verify
+from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.synclink import SyncLink
 from kvtier.identity import CacheSpec, Slice
-from kvtier.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.moving import HeldRegion, Moving, Rows, Source, Target
 from kvtier.paths import socket_path
-from kvtier.synclink import SyncLink
 from kvtier.types import KvtierError
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvtier import wire
-from kvtier.arenas import Arenas
+from kvtier.client.arenas import Arenas
 from kvtier.frames import Frame
 from kvtier.handshake import FirstFrame, ended, peer_of
 from kvtier.types import Code, KvtierError

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from kvtier import wire
-from kvtier.connection import Connection, Result
 from kvtier.handshake import Peer
+from kvtier.server.connection import Connection, Result
 from kvtier.types import Code, KvtierError
 
 Process = Any

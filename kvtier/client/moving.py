@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import wire
-from kvtier.held import HeldLease, HeldReservation, OpenCache
-from kvtier.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Post, Start, Steps, Wait
+from kvtier.client.caches import OpenCache
+from kvtier.client.held import HeldLease, HeldReservation
+from kvtier.client.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Post, Start, Steps, Wait
 from kvtier.types import KvtierError, bad
 
 Rows = Sequence[int] | npt.NDArray[Any]

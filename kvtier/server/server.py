@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from kvtier import wire
-from kvtier.connection import Connection, Limits, Result, Shared, error_frame
 from kvtier.handshake import FirstFrame, Peer, peer_of, receive_first, send_first, try_send
-from kvtier.listener import Listener, PathLock
-from kvtier.sessions import Owner, Session, Sessions
+from kvtier.server.connection import Connection, Limits, Result, Shared, error_frame
+from kvtier.server.listener import Listener, PathLock
+from kvtier.server.sessions import Owner, Session, Sessions
 from kvtier.types import Code, KvtierError, bad
 
 ENGINE_MODE: Final = 0o660

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import select
-import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from kvtier import wire
-from kvtier.frames import Frames
-from kvtier.handshake import FirstFrame
-from kvtier.link import (
+from kvtier.client.link import (
     IN_FLIGHT,
-    RETRY_S,
     Away,
     Call,
     Daemon,
@@ -32,104 +26,16 @@ from kvtier.link import (
     Steps,
     Ticket,
     Wait,
-    dial,
     first_reply,
     hello_frame,
     welcomed,
 )
+from kvtier.client.pipe import Pipe, ask, receive, send_all, wait_dial
+from kvtier.frames import Frames
 from kvtier.types import KvtierError
 
-CHUNK: Final = 256 << 10
 R = TypeVar("R", bound=wire.Message)
 T = TypeVar("T")
-
-
-def _poll(sock: socket.socket, events: int, deadline: float) -> None:
-    """Wait for a socket; raises Away when time is up."""
-    poll = select.poll()
-    poll.register(sock, events)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise Away("the daemon did not answer in time")
-
-
-def _send_all(sock: socket.socket, raw: bytes, deadline: float, fds: list[int] | None = None) -> None:
-    """Send a whole frame on a non-blocking socket."""
-    view = memoryview(raw)
-    while view:
-        try:
-            sent = socket.send_fds(sock, [view], fds, socket.MSG_NOSIGNAL) if fds else sock.send(view)
-        except BlockingIOError:
-            _poll(sock, select.POLLOUT, deadline)
-        except OSError as exc:
-            raise Away(f"the connection is lost: {exc}") from exc
-        else:
-            view, fds = view[sent:], None
-
-
-def _dial(path: Path, deadline: float) -> socket.socket:
-    """Connect; raises Away."""
-    while (sock := dial(path)) is None:
-        if time.monotonic() + RETRY_S > deadline:
-            raise Away(f"the daemon at {path} does not accept connections")
-        time.sleep(RETRY_S)
-    return sock
-
-
-def _ask(sock: socket.socket, raw: bytes, fds: list[int], deadline: float) -> FirstFrame:
-    """Send a first frame and receive its answer; the caller closes its descriptors."""
-    _send_all(sock, raw, deadline, fds)
-    first = FirstFrame(wire.MAX_BODY)
-    try:
-        while True:
-            try:
-                if first.read(sock):
-                    return first
-            except BlockingIOError:
-                _poll(sock, select.POLLIN, deadline)
-    except (OSError, EOFError) as exc:
-        first.close()
-        raise Away(f"the connection is lost: {exc}") from exc
-    except BaseException:
-        first.close()
-        raise
-
-
-class _Pipe:
-    """One connected socket, closed only when no thread is in a call on it."""
-
-    def __init__(self, sock: socket.socket, joined: Joined) -> None:
-        self.joined = joined
-        self.frames = Frames()
-        self._sock = sock
-        self._lock = threading.Lock()
-        self._users = 0
-
-    def use(self, call: Callable[[socket.socket], T]) -> T:
-        """Run a call on the socket; raises Away once it was dropped."""
-        with self._lock:
-            if not self.joined.alive:
-                raise Away("the connection is lost")
-            self._users += 1
-        try:
-            return call(self._sock)
-        finally:
-            with self._lock:
-                self._users -= 1
-                self._close_idle()
-
-    def drop(self) -> None:
-        """No more calls; those under way return soon."""
-        with self._lock:
-            if self.joined.alive:
-                self.joined.alive = False
-                if self._users:
-                    self._sock.shutdown(socket.SHUT_RDWR)
-                self._close_idle()
-
-    def _close_idle(self) -> None:
-        """Close a dropped socket that nobody uses: a number in use must not name another file."""
-        if not self.joined.alive and not self._users:
-            self._sock.close()
 
 
 class SyncLink:
@@ -139,7 +45,7 @@ class SyncLink:
         self.path = path
         self.who = who
         self.timeout_s = timeout_s
-        self._pipe: _Pipe | None = None
+        self._pipe: Pipe | None = None
         self._pid = os.getpid()
         self.recovery = Recovery()
         self._fresh()
@@ -195,9 +101,9 @@ class SyncLink:
 
     def _hand(self, message: wire.Message, fd: int, reply: type[R], deadline: float) -> R:
         """Send a descriptor on a connection of its own."""
-        sock = _dial(self.path, deadline)
+        sock = wait_dial(self.path, deadline)
         with sock:
-            first = _ask(sock, wire.request_frame(message, 1), [fd], deadline)
+            first = ask(sock, wire.request_frame(message, 1), [fd], deadline)
         try:
             return first_reply(first, reply)
         finally:
@@ -242,14 +148,14 @@ class SyncLink:
         self.recovery.succeeded()
         return self._pipe.joined
 
-    def _hello(self, deadline: float) -> _Pipe:
+    def _hello(self, deadline: float) -> Pipe:
         """Say Hello and map the arenas."""
-        sock = _dial(self.path, deadline)
+        sock = wait_dial(self.path, deadline)
         try:
             daemon = Daemon(sock)
-            first = _ask(sock, hello_frame(self.who), [], deadline)
+            first = ask(sock, hello_frame(self.who), [], deadline)
             try:
-                return _Pipe(sock, welcomed(first, daemon))
+                return Pipe(sock, welcomed(first, daemon))
             finally:
                 first.close()
         except OSError as exc:
@@ -296,7 +202,7 @@ class SyncLink:
             self._inbox.tickets.pop(ticket.request, None)
             raise Away("another thread is sending")
         try:
-            pipe.use(lambda sock: _send_all(sock, raw, deadline))
+            pipe.use(lambda sock: send_all(sock, raw, deadline))
         except Away as exc:
             self._inbox.tickets.pop(ticket.request, None)
             self.lose(joined, str(exc))
@@ -346,7 +252,7 @@ class SyncLink:
         if pipe is None:
             return True
         try:
-            data = pipe.use(lambda sock: _receive(sock, deadline))
+            data = pipe.use(lambda sock: receive(sock, deadline))
         except Away as exc:
             self.lose(pipe.joined, str(exc))
             return True
@@ -392,20 +298,3 @@ class SyncLink:
         finally:
             self.lose(pipe.joined, "this client is closed")
             pipe.joined.arenas.unmap()
-
-
-def _receive(sock: socket.socket, deadline: float) -> bytes | None:
-    """What has come; None when time is up before anything did."""
-    try:
-        _poll(sock, select.POLLIN, deadline)
-    except Away:
-        return None
-    try:
-        data = sock.recv(CHUNK)
-    except BlockingIOError:
-        return b""
-    except OSError as exc:
-        raise Away(f"the connection is lost: {exc}") from exc
-    if not data:
-        raise Away("the daemon closed the connection")
-    return data

@@ -1,4 +1,4 @@
-"""The client for engines that live on an asyncio loop: the verbs of client.py as coroutines."""
+"""The client for engines that live on an asyncio loop: the verbs of sync.py as coroutines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvtier import wire
-from kvtier.asynclink import AsyncLink
-from kvtier.held import Checks, HeldLease, HeldReservation, KeyPath, OpenCache, Verify, asking_stat, pinging
+from kvtier.client.asynclink import AsyncLink
+from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
+from kvtier.client.held import Checks, HeldLease, HeldReservation, Verify
+from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
 from kvtier.identity import CacheSpec, Slice
-from kvtier.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.moving import HeldRegion, Moving, Rows, Source, Target
 from kvtier.paths import socket_path
 from kvtier.types import KvtierError
 
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """One process of an engine instance, on one loop; see client.Client, which this mirrors."""
+    """One process of an engine instance, on one loop; see sync.Client, which this mirrors."""
 
     def __init__(
         self,
@@ -50,13 +51,13 @@ class AsyncClient:
         slices: Sequence[Slice] = (),
         epoch: int = 0,
     ) -> AsyncCache:
-        """See client.Client.open."""
+        """See sync.Client.open."""
         cache = AsyncCache(self, spec, rank, world, tuple(slices), epoch)
         await self.attempt(cache.entering(), None)
         return cache
 
     async def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> AsyncRegion:
-        """See client.Client.register."""
+        """See sync.Client.register."""
         region = AsyncRegion(self, name, fd, offset, stride, rows)
         await self.attempt(region.entering(), None)
         return region
@@ -104,7 +105,7 @@ class AsyncClient:
 
 
 class AsyncCache(OpenCache):
-    """See client.Cache."""
+    """See sync.Cache."""
 
     def __init__(
         self, client: AsyncClient, spec: CacheSpec, rank: int, world: int, slices: tuple[Slice, ...], epoch: int
@@ -117,7 +118,7 @@ class AsyncCache(OpenCache):
         return await AsyncPath(self, request).extend(keys)
 
     async def reset(self) -> int:
-        """Move to a new epoch and free the old one; see client.Cache.reset."""
+        """Move to a new epoch and free the old one; see sync.Cache.reset."""
         await self.client.attempt(self._resetting(), 0)
         return self.epoch
 
@@ -141,7 +142,7 @@ class AsyncCache(OpenCache):
 
 
 class AsyncPath(KeyPath):
-    """See client.Path."""
+    """See sync.Path."""
 
     cache: AsyncCache
 
@@ -216,7 +217,7 @@ class AsyncReservation(HeldReservation):
 
 
 class AsyncRegion(HeldRegion):
-    """Memory of the engine's own; see client.Client.register."""
+    """Memory of the engine's own; see sync.Client.register."""
 
     def __init__(self, client: AsyncClient, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
         super().__init__(client.identity, name, fd, offset, stride, rows)
@@ -225,18 +226,18 @@ class AsyncRegion(HeldRegion):
     async def start_load(
         self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> AsyncTransfer:
-        """Begin copying items into rows; see client.Region.start_load."""
+        """Begin copying items into rows; see sync.Region.start_load."""
         got = await self._client.attempt(self._loading(source, rows, group, first, wait_ms), None)
         return AsyncTransfer(self, len(rows), wait_ms, got)
 
     async def load(self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
-        """Copy items into rows: one byte per row, 1 where its verified bytes are there; see client.Region.load."""
+        """Copy items into rows: one byte per row, 1 where its verified bytes are there; see sync.Region.load."""
         return await (await self.start_load(source, rows, group=group, first=first, wait_ms=wait_ms)).finish()
 
     async def start_store(
         self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> AsyncTransfer:
-        """Begin copying rows into the cache; see client.Region.start_store."""
+        """Begin copying rows into the cache; see sync.Region.start_store."""
         got = await self._client.attempt(self._storing(target, rows, group, first, wait_ms), None)
         return AsyncTransfer(self, len(rows), wait_ms, got)
 

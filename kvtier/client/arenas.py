@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.layout import Bytes
+from kvtier.client.layout import Bytes
 from kvtier.types import Code, KvtierError
 from kvtier.wire import ARENA_SHIFT, ArenaInfo
 
