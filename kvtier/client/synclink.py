@@ -30,8 +30,7 @@ from kvtier.client.link import (
     hello_frame,
     welcomed,
 )
-from kvtier.client.pipe import Pipe, ask, receive, send_all, wait_dial
-from kvtier.frames import Frames
+from kvtier.client.pipe import Pipe, ask, wait_dial
 from kvtier.types import KvtierError
 
 R = TypeVar("R", bound=wire.Message)
@@ -55,6 +54,7 @@ class SyncLink:
         self._inbox = Inbox()
         self._state = threading.Condition()
         self._reading = False
+        self._waiting = 0
         self._sending = threading.Lock()
         self._dialing = threading.Lock()
 
@@ -170,9 +170,7 @@ class SyncLink:
         self._pid = os.getpid()
         pipe, self._pipe = self._pipe, None
         if pipe is not None:
-            pipe.joined.alive = False
-            pipe.frames = Frames()
-            pipe._sock.close()  # noqa: SLF001 - its lock may be held by a thread that is not here
+            pipe.abandon()
         self.recovery.forget()
         self._fresh()
 
@@ -194,22 +192,29 @@ class SyncLink:
         pipe = self._pipe
         if pipe is None or pipe.joined is not joined or not joined.alive:
             raise Away("the connection is lost")
-        self._thin_out(deadline)
+        if len(self._inbox.tickets) >= IN_FLIGHT:
+            self._thin_out(deadline)
         with self._state:
             ticket = self._inbox.ticket(joined, reply)
-        raw = wire.request_frame(message, ticket.request)
-        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        try:
+            raw = wire.request_frame(message, ticket.request)
+            self._send(pipe, raw, deadline)
+        except BaseException:
             self._inbox.tickets.pop(ticket.request, None)
+            raise
+        return ticket
+
+    def _send(self, pipe: Pipe, raw: bytes, deadline: float) -> None:
+        """Send a frame after those of other threads."""
+        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Away("another thread is sending")
         try:
-            pipe.use(lambda sock: send_all(sock, raw, deadline))
-        except Away as exc:
-            self._inbox.tickets.pop(ticket.request, None)
-            self.lose(joined, str(exc))
+            pipe.send(raw, deadline, self._read_aside)
+        except BaseException as exc:
+            self.lose(pipe.joined, str(exc))  # part of a frame may be sent
             raise
         finally:
             self._sending.release()
-        return ticket
 
     def _thin_out(self, deadline: float) -> None:
         """Wait for the oldest replies where many are in flight: neither side's buffers may fill with them."""
@@ -232,19 +237,40 @@ class SyncLink:
         while True:
             with self._state:
                 while not ticket.done and self._reading:
-                    if not self._state.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    if not self._sleep(deadline):
                         return ticket.done
                 if ticket.done:
                     return True
                 self._reading = True
-            try:
-                in_time = self._read(deadline)
-            finally:
-                with self._state:
-                    self._reading = False
-                    self._state.notify_all()
-            if not in_time:
+            if not self._read_alone(deadline):
                 return ticket.done
+
+    def _sleep(self, deadline: float) -> bool:
+        """Wait for the thread that reads; False when time is up."""
+        self._waiting += 1
+        try:
+            return self._state.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            self._waiting -= 1
+
+    def _read_alone(self, deadline: float) -> bool:
+        """Read once, having set `_reading`; False when time is up before something came."""
+        try:
+            return self._read(deadline)
+        finally:
+            with self._state:
+                self._reading = False
+                if self._waiting:
+                    self._state.notify_all()
+
+    def _read_aside(self) -> bool:
+        """Read what is there; False where another thread reads."""
+        with self._state:
+            if self._reading:
+                return False
+            self._reading = True
+        self._read_alone(time.monotonic())
+        return True
 
     def _read(self, deadline: float) -> bool:
         """Read once; False when time is up before something came."""
@@ -252,7 +278,7 @@ class SyncLink:
         if pipe is None:
             return True
         try:
-            data = pipe.use(lambda sock: receive(sock, deadline))
+            data = pipe.receive(deadline)
         except Away as exc:
             self.lose(pipe.joined, str(exc))
             return True
@@ -269,16 +295,8 @@ class SyncLink:
 
     def events(self) -> list[wire.Message]:
         """Events that have come, in order; reads what is there unless another thread does."""
-        with self._state:
-            read = not self._reading and self.joined is not None
-            self._reading |= read
-        if read:
-            try:
-                self._read(time.monotonic())
-            finally:
-                with self._state:
-                    self._reading = False
-                    self._state.notify_all()
+        if self.joined is not None:
+            self._read_aside()
         with self._state:
             events = list(self._inbox.events)
             self._inbox.events.clear()
