@@ -8,6 +8,7 @@ id 0 is an event. docs/protocol.md is the text of this file.
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Final, NamedTuple, TypeVar
 
@@ -20,6 +21,8 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<IBBHQ")
 MAX_BODY: Final = 64 << 20
 MAX_NAME: Final = 128
+ARENA_SHIFT: Final = 44
+"""An address is arena number << ARENA_SHIFT | byte offset in that arena."""
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -68,10 +71,21 @@ class Welcome(Message):
     arenas: tuple[ArenaInfo, ...]
     lease_cap_bytes: int
     reserve_cap_bytes: int
+    session: int = 0
+    """Names this connection to Unmapped; the server gives it."""
 
 
 class Bye(Message):
-    """This process lets go of all it holds and will touch no slot any more."""
+    """The process lets go of all it holds and will touch no slot any more."""
+
+
+class Unmapped(Message):
+    """The process has unmapped the arenas of its lost connection `session`: what that held returns at once.
+
+    Without it, slots of a lost connection stay quarantined until the process ends.
+    """
+
+    session: int
 
 
 class Ping(Message):
@@ -156,7 +170,8 @@ class Acquire(Message):
 class Items(Message):
     """Slots of `count` items of one group, first at page `first`.
 
-    offsets: int64 arena offsets, slots_per_item each, -1 where there is none. sums: u64 xxh3-64 of each item.
+    offsets: int64 addresses, slots_per_item each, -1 where there is none: arena number << ARENA_SHIFT | byte offset.
+    sums: u64 xxh3-64 of each item.
     """
 
     group: int
@@ -224,7 +239,7 @@ class Reserved(Message):
 
 
 class Commit(Message):
-    """This process has written its shard of pages [first, first + pages) (absolute page numbers).
+    """The process has written its shard of pages [first, first + pages) (absolute page numbers).
 
     For a keyed reservation: positions in the list of keys that was reserved. Replies after the checksum.
     """
@@ -419,6 +434,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Reset: 5,
     Register: 6,
     Unregister: 7,
+    Unmapped: 8,
     Match: 16,
     Acquire: 17,
     Release: 18,
@@ -448,7 +464,6 @@ ADMIN: Final = frozenset({Status, Caches, Tree, Check})
 
 ERROR_VERB: Final = 0
 _REQUESTS = {number: msgspec.msgpack.Decoder(cls, strict=True) for cls, number in VERBS.items()}
-_ERROR = msgspec.msgpack.Decoder(Error, strict=True)
 _encoder = msgspec.msgpack.Encoder()
 Reply = TypeVar("Reply", bound=Message)
 
@@ -507,10 +522,19 @@ def _code(name: str) -> Code:
 
 def decode_reply(verb: int, body: bytes | bytearray | memoryview, expect: type[Reply]) -> Reply:
     """The reply struct in a frame; raises the KvtierError that an error reply carries."""
+    if verb == ERROR_VERB:
+        error = _decoded(Error, body)
+        raise KvtierError(_code(error.code), error.message, error.field)
+    return _decoded(expect, body)
+
+
+_reply_decoder = functools.cache(functools.partial(msgspec.msgpack.Decoder, strict=True))
+
+
+def _decoded(expect: type[Reply], body: bytes | bytearray | memoryview) -> Reply:
+    """The reply, or internal when it is not what was expected."""
     try:
-        if verb == ERROR_VERB:
-            error = _ERROR.decode(body)
-            raise KvtierError(_code(error.code), error.message, error.field)
-        return msgspec.msgpack.decode(body, type=expect)
-    except msgspec.MsgspecError as exc:
-        raise KvtierError(Code.BAD_REQUEST, f"reply is not a {expect.__name__}: {exc}", "reply") from None
+        reply: Reply = _reply_decoder(expect).decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise KvtierError(Code.INTERNAL, f"reply is not a {expect.__name__}: {exc}", "reply") from None
+    return reply

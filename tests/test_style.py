@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(not FILES, reason="style is read from a checkout
 
 LAYERS = (
     {"types"},
-    {"identity"},
+    {"identity", "paths"},
     {"index", "heat", "policy", "wire", "sizing", "codec", "sources"},
-    {"tiers", "device"},
+    {"tiers", "device", "handshake"},
     {"store"},
     {"mover"},
     {"server"},
@@ -28,7 +28,7 @@ LAYERS = (
 
 SUBPARTS = {
     "radix": "index", "keyed": "index", "groups": "index", "leaves": "index",
-    "limits": "tiers", "units": "types",
+    "limits": "tiers", "units": "types", "frames": "wire", "config": "daemon",
 }  # fmt: skip
 """Modules that belong to a part without being named like it."""
 

@@ -1,0 +1,280 @@
+"""The client for engines that live on an asyncio loop: the verbs of sync.py as coroutines."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+from kvtier import wire
+from kvtier.client.asynclink import AsyncLink
+from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
+from kvtier.client.held import Checks, HeldLease, HeldReservation, Verify
+from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.identity import CacheSpec, Slice
+from kvtier.paths import socket_path
+from kvtier.types import KvtierError
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """One process of an engine instance, on one loop; see sync.Client, which this mirrors."""
+
+    def __init__(
+        self,
+        path: str | pathlib.Path | None = None,
+        *,
+        instance: str | None = None,
+        scope: str = "",
+        timeout_s: float = 1.0,
+        verify: Verify = "sample",
+        events: bool = False,
+    ) -> None:
+        name = instance or f"{socket.gethostname()[:64]}-{os.getpid()}"
+        self.checks = Checks(verify)
+        self.last_error: Exception | None = None
+        self.identity = Identity(name, scope, events)
+        where = socket_path() if path is None else pathlib.Path(path)
+        self.link = AsyncLink(where, self.identity, timeout_s)
+
+    async def open(
+        self,
+        spec: CacheSpec,
+        *,
+        rank: int = -1,
+        world: int = 1,
+        slices: Sequence[Slice] = (),
+        epoch: int = 0,
+    ) -> AsyncCache:
+        """See sync.Client.open."""
+        cache = AsyncCache(self, spec, rank, world, tuple(slices), epoch)
+        await self.attempt(cache.entering(), None)
+        return cache
+
+    async def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> AsyncRegion:
+        """See sync.Client.register."""
+        region = AsyncRegion(self, name, fd, offset, stride, rows)
+        await self.attempt(region.entering(), None)
+        return region
+
+    async def ping(self) -> bool:
+        """Whether the daemon's serving loop answers."""
+        return await self.attempt(pinging(), default=False)
+
+    async def stat(self) -> dict[str, object]:
+        """Numbers of the daemon that any engine may see; empty while it is away."""
+        return await self.attempt(asking_stat(), {})
+
+    def events(self) -> list[wire.Message]:
+        """Events that have come since the last call, for a client made with events=True."""
+        return self.link.events()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self.link.joined is not None
+
+    async def attempt(self, steps: Steps[T], default: T, wait_s: float = 0.0) -> T:
+        """What the steps give, or the default where the daemon is away or has no room."""
+        try:
+            return await self.link.run(steps, wait_s)
+        except Away as exc:
+            self.last_error = exc
+        except KvtierError as exc:
+            if exc.code in FAULTS:
+                raise
+            self.last_error = exc
+        return default
+
+    async def close(self) -> None:
+        """Let go of everything and disconnect."""
+        await self.link.leave()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class AsyncCache(OpenCache):
+    """See sync.Cache."""
+
+    def __init__(
+        self, client: AsyncClient, spec: CacheSpec, rank: int, world: int, slices: tuple[Slice, ...], epoch: int
+    ) -> None:
+        super().__init__(spec, rank, world, slices, epoch)
+        self.client = client
+
+    async def match(self, keys: bytes, request: str = "") -> AsyncPath:
+        """Longest cached prefix of a path of page keys; pins nothing."""
+        return await AsyncPath(self, request).extend(keys)
+
+    async def reset(self) -> int:
+        """Move to a new epoch and free the old one; see sync.Cache.reset."""
+        await self.client.attempt(self._resetting(), 0)
+        return self.epoch
+
+    async def flush(self, timeout_s: float = 60.0) -> bool:
+        """Whether everything committed before is durable."""
+        return await self.client.attempt(self._flushing(timeout_s), default=False, wait_s=timeout_s)
+
+    async def exists(self, group: int, keys: bytes) -> bytes:
+        """One types.Presence byte for each opaque key."""
+        return await self.client.attempt(self._existing(group, keys), bytes(self._count(keys)))
+
+    async def acquire_keys(self, group: int, keys: bytes, wait_ms: int = 1000) -> AsyncLease:
+        """Lease opaque keys, prefix root first; positions in this list are the pages of the lease."""
+        got = await self.client.attempt(self._acquiring_keys(group, keys, wait_ms), None, wait_ms / 1000)
+        return AsyncLease(self, got)
+
+    async def reserve_keys(self, group: int, keys: bytes, wait_ms: int = 50) -> AsyncReservation:
+        """Slots for new keys; positions in this list are the pages of the reservation."""
+        got = await self.client.attempt(self._reserving_keys(group, keys, wait_ms), None, wait_ms / 1000)
+        return AsyncReservation(self, 0, got)
+
+
+class AsyncPath(KeyPath):
+    """See sync.Path."""
+
+    cache: AsyncCache
+
+    async def extend(self, keys: bytes = b"") -> Self:
+        """Append whole page keys (only these are sent) and match again."""
+        await self.cache.client.attempt(self._matching(keys), None)
+        return self
+
+    async def acquire(self, pages: int = -1, wait_ms: int = 1000) -> AsyncLease:
+        """Lease the first pages (-1: all that match), waiting so long for those that must be loaded."""
+        got = await self.cache.client.attempt(self._acquiring(pages, wait_ms), None, wait_ms / 1000)
+        return AsyncLease(self.cache, got)
+
+    async def reserve(
+        self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]] = (), wait_ms: int = 50
+    ) -> AsyncReservation:
+        """Slots for pages [start, start + pages); `wants` lists (group, pages) of window and state groups."""
+        steps = self._reserving(start, pages, wants, wait_ms)
+        return AsyncReservation(self.cache, start, await self.cache.client.attempt(steps, None, wait_ms / 1000))
+
+    async def prefetch(self) -> None:
+        """Bring the matched pages to host without leasing them."""
+        await self.cache.client.attempt(self._prefetching(), None)
+
+    async def close(self) -> None:
+        """Drop the daemon's handle; matching again makes a new one."""
+        await self.cache.client.attempt(self._closing(), None)
+
+
+class AsyncLease(HeldLease):
+    """Readable pages, held until released. An async context manager."""
+
+    def __init__(self, cache: AsyncCache, got: tuple[Joined, wire.Acquired] | None) -> None:
+        super().__init__(cache, cache.client.checks, *(got or ()))
+        self._client = cache.client
+
+    async def release(self) -> None:
+        """Give the lease back; its views must not be used any more."""
+        await self._client.attempt(self._releasing(), None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.release()
+
+
+class AsyncReservation(HeldReservation):
+    """Writable slots. An async context manager that gives back what was not committed."""
+
+    def __init__(self, cache: AsyncCache, start: int, got: tuple[Joined, wire.Reserved] | None) -> None:
+        super().__init__(cache, start, *(got or ()))
+        self._client = cache.client
+
+    async def commit(self, first: int | None = None, pages: int | None = None) -> int:
+        """Say that pages (default: from `first` to the end) are written; how many of them all are served now."""
+        return await self._client.attempt(self._committing(first, pages), 0)
+
+    async def abort(self) -> None:
+        """Give back what is not committed; its slots must not be touched any more."""
+        await self._client.attempt(self._aborting(), None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.abort()
+
+
+class AsyncRegion(HeldRegion):
+    """Memory of the engine's own; see sync.Client.register."""
+
+    def __init__(self, client: AsyncClient, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
+        super().__init__(client.identity, name, fd, offset, stride, rows)
+        self._client = client
+
+    async def start_load(
+        self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+    ) -> AsyncTransfer:
+        """Begin copying items into rows; see sync.Region.start_load."""
+        got = await self._client.attempt(self._loading(source, rows, group, first, wait_ms), None)
+        return AsyncTransfer(self, len(rows), wait_ms, got)
+
+    async def load(self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
+        """Copy items into rows: one byte per row, 1 where its verified bytes are there; see sync.Region.load."""
+        return await (await self.start_load(source, rows, group=group, first=first, wait_ms=wait_ms)).finish()
+
+    async def start_store(
+        self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+    ) -> AsyncTransfer:
+        """Begin copying rows into the cache; see sync.Region.start_store."""
+        got = await self._client.attempt(self._storing(target, rows, group, first, wait_ms), None)
+        return AsyncTransfer(self, len(rows), wait_ms, got)
+
+    async def store(self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
+        """Copy rows into the cache: one byte per row, 1 where the item is stored or was already."""
+        return await (await self.start_store(target, rows, group=group, first=first, wait_ms=wait_ms)).finish()
+
+    async def unregister(self) -> bool:
+        """Let the daemon forget the region; False where it cannot be told or transfers still run."""
+        return await self._client.attempt(self._unregistering(), default=False)
+
+
+class AsyncTransfer(Moving):
+    """One load or store in flight; its rows are fenced until the daemon's word is there."""
+
+    def __init__(
+        self, region: AsyncRegion, count: int, wait_ms: int, got: tuple[Joined, Ticket[wire.Message]] | None
+    ) -> None:
+        super().__init__(region, count, *(got or ()))
+        self._client = region._client  # noqa: SLF001 - of the same module
+        self._wait_s = wait_ms / 1000
+
+    async def wait(self, timeout_s: float) -> bytes | None:
+        """One byte per row, or None while it is not done (`lost`: never will be)."""
+        return await self._client.attempt(self._waiting(), None, timeout_s - self._client.link.timeout_s)
+
+    async def cancel(self) -> bytes | None:
+        """Stop; returns what was done once no byte moves any more, or None where the connection is lost first."""
+        return await self._client.attempt(self._cancelling(), None)
+
+    async def finish(self) -> bytes:
+        """Wait as long as was asked for, then stop; what was done. Cancelled: the rows stay fenced until drained."""
+        try:
+            done = await self._client.attempt(self._waiting(), None, self._wait_s)
+            if done is None:
+                done = await self.cancel()
+        except BaseException:
+            await self._client.attempt(self._forsaking(), None)
+            raise
+        return done or bytes(self._count)

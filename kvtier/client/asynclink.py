@@ -1,0 +1,303 @@
+"""A connection to the daemon on an asyncio loop; every wait has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from kvtier import wire
+from kvtier.client.link import (
+    IN_FLIGHT,
+    RETRY_S,
+    Away,
+    Call,
+    Daemon,
+    Hand,
+    Identity,
+    Inbox,
+    Join,
+    Joined,
+    Post,
+    Recovery,
+    Start,
+    Step,
+    Steps,
+    Ticket,
+    Wait,
+    dial,
+    first_reply,
+    hello_frame,
+    undo,
+    welcomed,
+)
+from kvtier.frames import Frames
+from kvtier.handshake import FirstFrame, receive_first, send_first
+from kvtier.types import KvtierError
+
+R = TypeVar("R", bound=wire.Message)
+T = TypeVar("T")
+
+
+class _Stream(asyncio.Protocol):
+    """Frames of one connection, handed to the link's tickets."""
+
+    def __init__(self, link: AsyncLink, joined: Joined) -> None:
+        self.joined = joined
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self._link = link
+        self._frames = Frames()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Connected."""
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Finish tickets."""
+        try:
+            self._frames.feed(data)
+            while (frame := self._frames.next()) is not None:
+                self._link.take(self._link.inbox.take(frame))
+        except KvtierError as exc:
+            self._link.lose(self.joined, f"the daemon ended the connection: {exc}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The daemon closed, or this side did."""
+        self.writable.set()
+        self._link.lose(self.joined, f"the connection is lost: {exc or 'the daemon closed it'}")
+
+    def pause_writing(self) -> None:
+        """The daemon does not read."""
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        self.writable.set()
+
+
+class AsyncLink:
+    """Connects when asked to, connects again after a loss, runs steps. For one loop."""
+
+    def __init__(self, path: Path, who: Identity, timeout_s: float) -> None:
+        self.path = path
+        self.who = who
+        self.timeout_s = timeout_s
+        self.inbox = Inbox()
+        self._stream: _Stream | None = None
+        self.recovery = Recovery()
+        self._dialing = asyncio.Lock()
+
+    @property
+    def joined(self) -> Joined | None:
+        """The connection as it is, without trying to make one."""
+        stream = self._stream
+        return stream.joined if stream is not None and stream.joined.alive else None
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    async def run(self, steps: Steps[T], wait_s: float = 0.0) -> T:
+        """Do the steps of a verb within the timeout and `wait_s`; raises Away and KvtierError."""
+        deadline = asyncio.get_running_loop().time() + self.timeout_s + wait_s
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    got = await self._do(step, deadline)
+                except (Away, KvtierError) as exc:
+                    step = steps.throw(exc)
+                else:
+                    step = steps.send(got)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+    async def _do(self, step: Step, deadline: float) -> Any:
+        """One step."""
+        match step:
+            case Call(joined, message, reply):
+                return await self.wait(await self.start(joined, message, reply, deadline), deadline)
+            case Join():
+                return await self.join(deadline)
+            case Start(joined, message, reply):
+                return await self.start(joined, message, reply, deadline)
+            case Wait(ticket):
+                return await self.wait(ticket, deadline, patient=True)
+            case Post(joined, message):
+                await self.start(joined, message, wire.Ok, deadline)
+                return None
+            case Hand(message, fd, reply):
+                return await self._hand(message, fd, reply, deadline)
+
+    async def _hand(self, message: wire.Message, fd: int, reply: type[R], deadline: float) -> R:
+        """Send a descriptor on a connection of its own."""
+        first = FirstFrame(wire.MAX_BODY)
+        try:
+            async with self._bounded(deadline):
+                with await self._dial() as sock:
+                    await send_first(sock, wire.request_frame(message, 1), [fd])
+                    await receive_first(sock, first)
+            return first_reply(first, reply)
+        finally:
+            first.close()
+
+    # -- connecting --------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _bounded(self, deadline: float) -> AsyncIterator[None]:
+        """Faults of a socket, and the end of the time, as Away."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            raise Away("the daemon did not answer in time") from None
+        except (OSError, EOFError) as exc:
+            raise Away(f"the connection is lost: {exc}") from exc
+
+    async def _dial(self) -> socket.socket:
+        """Connect; raises Away."""
+        while (sock := dial(self.path)) is None:  # noqa: ASYNC110 - what is waited for is in another process
+            await asyncio.sleep(RETRY_S)
+        return sock
+
+    async def join(self, deadline: float) -> Joined:
+        """The connection, made where there is none and an attempt is due."""
+        joined = self.joined
+        if joined is not None and not self.recovery.owes:
+            return joined
+        async with self._dialing:
+            joined = self.joined or await self._connect(deadline)
+            for old in self.recovery.unmapped():
+                await self._unmapped(joined, old, deadline)
+            return joined
+
+    async def _unmapped(self, joined: Joined, old: Joined, deadline: float) -> None:
+        """Tell the daemon that the slots of a lost connection are not touched any more."""
+        try:
+            message = wire.Unmapped(old.welcome.session)
+            await self.wait(await self.start(joined, message, wire.Ok, deadline), deadline)
+        except KvtierError as exc:
+            self.recovery.told(old, exc)
+        else:
+            self.recovery.told(old)
+
+    async def _connect(self, deadline: float) -> Joined:
+        """One attempt; raises Away, and on the very first connection what the daemon refuses."""
+        now = asyncio.get_running_loop().time
+        stream, self._stream = self._stream, None
+        self.recovery.begin(None if stream is None else stream.joined, now())
+        try:
+            self._stream = await self._hello(self.recovery.until(deadline, now()))
+        except (Away, KvtierError) as exc:
+            raise self.recovery.failed(exc, now()) from exc
+        self.recovery.succeeded()
+        return self._stream.joined
+
+    async def _hello(self, deadline: float) -> _Stream:
+        """Say Hello and map the arenas."""
+        first = FirstFrame(wire.MAX_BODY)
+        async with self._bounded(deadline):
+            sock = await self._dial()
+            try:
+                daemon = Daemon(sock)
+                await send_first(sock, hello_frame(self.who), [])
+                await receive_first(sock, first)
+                stream = _Stream(self, welcomed(first, daemon))
+                await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=sock)
+            except BaseException:
+                sock.close()
+                raise
+            finally:
+                first.close()
+        return stream
+
+    def lose(self, joined: Joined, reason: str) -> None:
+        """Drop a connection; whoever waits on it gets Away."""
+        stream = self._stream
+        if not joined.alive:
+            return
+        joined.alive = False
+        if stream is None or stream.joined is not joined:
+            return
+        stream.transport.abort()
+        self.recovery.lost(asyncio.get_running_loop().time())
+        for ticket in self.inbox.fail(Away(reason)):
+            self.take(ticket)
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def take(self, ticket: Ticket[Any] | None) -> None:
+        """A ticket is done: wake who waits for it."""
+        if ticket is not None and not ticket.waker.done():
+            ticket.waker.set_result(None)
+
+    async def start(self, joined: Joined, message: wire.Message, reply: type[R], deadline: float) -> Ticket[R]:
+        """Send a request on that connection, or raise Away."""
+        while len(self.inbox.tickets) >= IN_FLIGHT:
+            oldest = next(iter(self.inbox.tickets.values()))
+            if not await self._ends(oldest, deadline):
+                raise Away("too many requests are in flight")
+        stream = self._stream
+        if stream is None or stream.joined is not joined or not joined.alive:
+            raise Away("the connection is lost")
+        ticket = self.inbox.ticket(joined, reply, asyncio.get_running_loop().create_future())
+        stream.transport.write(wire.request_frame(message, ticket.request))
+        if not stream.writable.is_set():
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await stream.writable.wait()
+            except TimeoutError:
+                self.lose(joined, "the daemon does not read")
+        return ticket
+
+    async def _ends(self, ticket: Ticket[Any], deadline: float) -> bool:
+        """Whether the ticket ends in time."""
+        if not ticket.done:
+            await asyncio.wait({ticket.waker}, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+        return ticket.done
+
+    async def wait(self, ticket: Ticket[R], deadline: float, *, patient: bool = False) -> R | None:
+        """The reply. When time is up: None if patient, else the connection is dropped and Away raised.
+
+        Where the waiting task is cancelled, what the reply gives is given back when it comes.
+        """
+        try:
+            done = await self._ends(ticket, deadline)
+        except asyncio.CancelledError:
+            if not patient:
+                ticket.waker.add_done_callback(lambda _: self._undo(ticket))
+            raise
+        if not done:
+            if patient:
+                return None
+            self.lose(ticket.joined, "the daemon did not answer in time")
+        return ticket.result()
+
+    def _undo(self, ticket: Ticket[Any]) -> None:
+        """Give back what nobody waits for any more."""
+        message = undo(ticket.reply)
+        if message is not None and ticket.joined.alive and self._stream is not None:
+            other = self.inbox.ticket(ticket.joined, wire.Ok, asyncio.get_running_loop().create_future())
+            self._stream.transport.write(wire.request_frame(message, other.request))
+
+    def events(self) -> list[wire.Message]:
+        """Events that have come, in order."""
+        events = list(self.inbox.events)
+        self.inbox.events.clear()
+        return events
+
+    async def leave(self) -> None:
+        """Say Bye, so that what was held returns at once; never raises for an absent daemon."""
+        self.recovery.closed = True
+        joined = self.joined
+        if joined is None:
+            return
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        with contextlib.suppress(Away, KvtierError):
+            await self.wait(await self.start(joined, wire.Bye(), wire.Ok, deadline), deadline)
+        self.lose(joined, "this client is closed")
+        joined.arenas.unmap()
+        await asyncio.sleep(0)  # let the transport close its socket

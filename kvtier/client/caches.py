@@ -1,0 +1,209 @@
+"""Caches and paths of keys as a client knows them; their verbs as steps without I/O.
+
+The sync and the async client inherit these and add one line of I/O per verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+
+from kvtier import wire
+from kvtier.client.link import FAULTS, Away, Call, Join, Joined, Post, R, Steps
+from kvtier.identity import CacheSpec, Slice
+from kvtier.types import Code, KvtierError, bad
+
+
+class OpenCache:
+    """One cache as one process of an engine sees it; opened again on each new connection."""
+
+    def __init__(self, spec: CacheSpec, rank: int, world: int, slices: tuple[Slice, ...], epoch: int) -> None:
+        spec.check()
+        if slices and len(slices) != len(spec.groups):
+            raise bad("slices", f"one for each of {len(spec.groups)} groups", len(slices))
+        self.spec = spec
+        self.epoch = epoch
+        """The newest epoch known here; KV of older ones is never matched."""
+        self.cache_id = b""
+        """32 bytes; empty until the daemon was reached."""
+        self.groups: tuple[wire.GroupInfo, ...] = ()
+        self._open = (rank, world, slices)
+        self._joined: Joined | None = None
+        self._number = 0
+        self._owed = False
+        """A reset was asked for before the daemon could say which epoch it is in."""
+
+    def slice_of(self, group: int) -> Slice | None:
+        """The part of each item that this process writes; None: whole items."""
+        return self._open[2][group] if self._open[2] else None
+
+    def entering(self) -> Steps[tuple[Joined, int]]:
+        """Be connected, with this cache open there: the connection and the cache's number on it."""
+        joined = cast("Joined", (yield Join()))
+        if self._joined is not joined:
+            rank, world, slices = self._open
+            request = wire.Open(self.spec, rank, world, slices, self.epoch)
+            try:
+                opened = cast("wire.Opened", (yield Call(joined, request, wire.Opened)))
+            except KvtierError as exc:
+                if self.cache_id and exc.code in FAULTS:  # it was open before: not the engine's fault
+                    raise Away(f"the daemon does not open this cache again: {exc}") from exc
+                raise
+            if self._owed:
+                opened = cast("wire.Opened", (yield Call(joined, wire.Reset(opened.cache), wire.Opened)))
+            self._opened(joined, opened)
+        return joined, self._number
+
+    def _opened(self, joined: Joined, opened: wire.Opened) -> None:
+        """Remember what the daemon said."""
+        self._number, self.cache_id, self.groups = opened.cache, opened.cache_id, opened.groups
+        self.epoch = max(self.epoch, opened.epoch)
+        self._joined, self._owed = joined, False
+
+    def _resetting(self) -> Steps[int]:
+        """A new epoch, here first: whatever happens to the request, the old KV is not matched again."""
+        joined, number = self._joined, self._number
+        self.epoch += 1
+        self._joined, self._owed = None, not self.cache_id
+        if joined is None or not joined.alive:
+            yield from self.entering()
+            return self.epoch
+        self._opened(joined, cast("wire.Opened", (yield Call(joined, wire.Reset(number), wire.Opened))))
+        return self.epoch
+
+    def _flushing(self, timeout_s: float) -> Steps[bool]:
+        """Whether all that was committed before is durable."""
+        joined, number = yield from self.entering()
+        yield Call(joined, wire.Flush(number, int(timeout_s * 1000)), wire.Ok)
+        return True
+
+    def _existing(self, group: int, keys: bytes) -> Steps[bytes]:
+        """Presence of opaque keys."""
+        joined, number = yield from self.entering()
+        reply = yield Call(joined, wire.Exists(number, group, keys), wire.Existence)
+        return cast("wire.Existence", reply).states
+
+    def _acquiring_keys(self, group: int, keys: bytes, wait_ms: int) -> Steps[tuple[Joined, wire.Acquired]]:
+        """Lease opaque keys."""
+        joined, number = yield from self.entering()
+        return joined, (yield Call(joined, wire.AcquireKeys(number, group, keys, wait_ms), wire.Acquired))
+
+    def _reserving_keys(self, group: int, keys: bytes, wait_ms: int) -> Steps[tuple[Joined, wire.Reserved]]:
+        """Slots for opaque keys."""
+        joined, number = yield from self.entering()
+        return joined, (yield Call(joined, wire.ReserveKeys(number, group, keys, wait_ms), wire.Reserved))
+
+    def _count(self, keys: bytes) -> int:
+        """How many opaque keys there are; raises bad_request where they are not whole keys of a keyed cache."""
+        if not self.spec.keyed or len(keys) % self.spec.key_bytes:
+            raise bad("keys", "whole keys of a keyed cache", len(keys))
+        return len(keys) // self.spec.key_bytes
+
+
+class KeyPath:
+    """A path of page keys and the daemon's handle for it. Keeps the keys, to match again after a reconnect."""
+
+    def __init__(self, cache: OpenCache, request: str) -> None:
+        self.cache = cache
+        self.pages = 0
+        """Pages that can be acquired, as of the last match."""
+        self.pending = 0
+        """Pages after them that somebody is about to commit."""
+        self.segments: tuple[wire.Segment, ...] = ()
+        self._request = request
+        self._keys: list[bytes] = []
+        self._joined: Joined | None = None
+        self._epoch = cache.epoch
+        self._handle = 0
+
+    @property
+    def keys(self) -> bytes:
+        """All page keys of the path."""
+        if len(self._keys) > 1:
+            self._keys = [b"".join(self._keys)]
+        return self._keys[0] if self._keys else b""
+
+    def _matching(self, keys: bytes) -> Steps[None]:
+        """Append keys and match; only new keys are sent where the daemon has the handle."""
+        stride = self.cache.spec.stride
+        if self.cache.spec.keyed or len(keys) % stride:
+            raise bad("keys", f"whole page keys of {stride} bytes of a token cache", len(keys))
+        if keys:
+            self._keys.append(keys)
+        handle, self.pages, self.pending, self.segments = self._handle, 0, 0, ()
+        self._handle = 0
+        joined, number = yield from self.cache.entering()
+        if handle and self._joined is joined and self._epoch == self.cache.epoch:
+            try:
+                reply = yield Call(joined, wire.Match(0, handle, keys, self._request), wire.Matched)
+            except KvtierError as exc:
+                if exc.code is not Code.UNKNOWN:
+                    raise
+                reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request), wire.Matched)
+        else:
+            reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request), wire.Matched)
+        self._matched(joined, cast("wire.Matched", reply))
+
+    def _matched(self, joined: Joined, reply: wire.Matched) -> None:
+        """Remember what the daemon said."""
+        self._joined, self._epoch, self._handle = joined, self.cache.epoch, reply.handle
+        self.pages, self.pending, self.segments = reply.pages, reply.pending, reply.segments
+
+    def _handled(self) -> Steps[tuple[Joined, int]]:
+        """The connection and the handle on it, matching again where either is gone."""
+        joined, _ = yield from self.cache.entering()
+        if not self._handle or self._joined is not joined or self._epoch != self.cache.epoch:
+            yield from self._matching(b"")
+            assert self._joined is not None
+            joined = self._joined
+        return joined, self._handle
+
+    def _asking(self, message: Callable[[int], wire.Message], reply: type[R]) -> Steps[tuple[Joined, R]]:
+        """Ask about the handle, matching again where the daemon does not know it any more."""
+        joined, handle = yield from self._handled()
+        try:
+            return joined, (yield Call(joined, message(handle), reply))
+        except KvtierError as exc:
+            if exc.code is not Code.UNKNOWN:
+                raise
+        self._handle = 0
+        joined, handle = yield from self._handled()
+        return joined, (yield Call(joined, message(handle), reply))
+
+    def _acquiring(self, pages: int, wait_ms: int) -> Steps[tuple[Joined, wire.Acquired]]:
+        """Lease pages of the path."""
+        return (yield from self._asking(lambda handle: wire.Acquire(handle, pages, wait_ms), wire.Acquired))
+
+    def _reserving(
+        self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]], wait_ms: int
+    ) -> Steps[tuple[Joined, wire.Reserved]]:
+        """Slots for pages of the path."""
+        lists = tuple(wire.Want(group, np.asarray(numbers, "<i4").tobytes()) for group, numbers in wants)
+        return (
+            yield from self._asking(lambda handle: wire.Reserve(handle, start, pages, lists, wait_ms), wire.Reserved)
+        )
+
+    def _prefetching(self) -> Steps[None]:
+        """Bring matched pages to host."""
+        yield from self._asking(wire.Prefetch, wire.Ok)
+
+    def _closing(self) -> Steps[None]:
+        """Drop the handle."""
+        handle, self._handle = self._handle, 0
+        if handle and self._joined is not None and self._joined.alive:
+            yield Post(self._joined, wire.Forget(handle))
+
+
+def pinging() -> Steps[bool]:
+    """Whether the serving loop answers."""
+    joined = yield Join()
+    yield Call(joined, wire.Ping(), wire.Ok)
+    return True
+
+
+def asking_stat() -> Steps[dict[str, object]]:
+    """Numbers of the daemon that any engine may see."""
+    joined = yield Join()
+    return cast("wire.Info", (yield Call(joined, wire.Stat(), wire.Info))).data

@@ -1,0 +1,247 @@
+"""What a client holds: items under leases and reservations; their verbs as steps without I/O.
+
+The sync and the async client inherit these and add one line of I/O per verb.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier import wire
+from kvtier.client.caches import OpenCache
+from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, rows
+from kvtier.client.link import Away, Call, Joined, Post, Steps
+from kvtier.identity import Slice
+from kvtier.types import Code, KvtierError, bad
+
+Verify = Literal["never", "sample", "always"]
+SAMPLE: Final = 16
+"""`sample` checks every item of this many that is looked at in place, the first included."""
+
+_log = logging.getLogger("kvtier.client")
+
+
+class Checks:
+    """Which reads in place are verified, and how many were wrong."""
+
+    def __init__(self, verify: Verify) -> None:
+        if verify not in ("never", "sample", "always"):
+            raise bad("verify", "never, sample or always", verify)
+        self._every = {"never": 0, "sample": SAMPLE, "always": 1}[verify]
+        self._seen = 0
+        self.mismatches = 0
+
+    def due(self) -> bool:
+        """Whether this read is one to verify."""
+        self._seen += 1
+        return self._every > 0 and (self._seen - 1) % self._every == 0
+
+    def right(self, got: int, want: int, where: str) -> bool:
+        """Whether a checksum is as expected; a mismatch is counted and logged."""
+        if got == want:
+            return True
+        self.mismatches += 1
+        _log.warning("checksum mismatch in %s: read as a miss", where)
+        return False
+
+
+class Table(NamedTuple):
+    """Where items of one group lie: a wire.Items decoded."""
+
+    first: int
+    offsets: npt.NDArray[np.int64]
+    """[count, slots_per_item]; -1 where there is no item."""
+    sums: npt.NDArray[np.uint64]
+
+
+def tables(items: Sequence[wire.Items], groups: Sequence[wire.GroupInfo]) -> dict[int, list[Table]]:
+    """Items by group."""
+    out: dict[int, list[Table]] = {}
+    for part in items:
+        offsets = np.frombuffer(part.offsets, "<i8").reshape(part.count, groups[part.group].slots_per_item)
+        out.setdefault(part.group, []).append(Table(part.first, offsets, np.frombuffer(part.sums, "<u8")))
+    return out
+
+
+class Slots:
+    """Items in the arena that this process may look at; nothing of them may be touched once lost."""
+
+    def __init__(self, cache: OpenCache, joined: Joined | None, items: Sequence[wire.Items]) -> None:
+        self.cache = cache
+        self._joined = joined
+        self._tables = tables(items, cache.groups) if items else {}
+        self._ended = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection that gave this is gone, with all its slots."""
+        return self._joined is not None and not self._joined.alive
+
+    def on(self, joined: Joined) -> None:
+        """Raise Away unless this was given on that connection."""
+        if self._joined is not joined or self._ended:
+            raise Away("what the transfer is about was lost with an earlier connection, or given back")
+
+    def _offsets(self, group: int, page: int) -> tuple[npt.NDArray[np.int64], int] | None:
+        """Slot offsets and checksum of one item; None where it is not here."""
+        for table in self._tables.get(group, ()):
+            at = page - table.first
+            if 0 <= at < len(table.offsets) and table.offsets[at, 0] >= 0:
+                return table.offsets[at], int(table.sums[at]) if at < len(table.sums) else 0
+        return None
+
+    def _item(self, group: int, page: int) -> tuple[Item, int] | None:
+        """The item and its checksum; None where it is not here, or lost, or given back."""
+        found = self._offsets(group, page)
+        joined = self._joined
+        if found is None or joined is None or self._ended:
+            return None
+        size = self.cache.groups[group].slot_bytes
+        try:
+            slots = [joined.arenas.view(int(offset), size) for offset in found[0]]
+        except KvtierError:
+            if self.lost:  # another thread noticed between the check and the view
+                return None
+            raise
+        return Item(self.cache.spec.groups[group], slots), found[1]
+
+
+class HeldLease(Slots):
+    """Pages that stay where they are, readable, until released."""
+
+    def __init__(
+        self, cache: OpenCache, checks: Checks, joined: Joined | None = None, reply: wire.Acquired | None = None
+    ) -> None:
+        reply = reply or wire.Acquired(0, 0)
+        super().__init__(cache, joined, reply.items)
+        self.number = reply.lease
+        self.pages = reply.pages
+        self._checks = checks
+
+    def view(self, group: int, page: int) -> Bytes | None:
+        """The item in place, read-only; None where it is absent or, if this read is verified, wrong.
+
+        For items that lie in one slot; others are `read`. The view must not be used after `release`.
+        """
+        item = self._read_only(group, page)
+        if item is None:
+            return None
+        if len(item[0].pieces) > 1:
+            raise bad("group", "items of one slot; use read", group)
+        if self._checks.due() and not self._verified(item[0].checksum(), item[1], group, page):
+            return None
+        return item[0].pieces[0]
+
+    def read(self, group: int, page: int, out: Data | Parts) -> bool:
+        """Copy the item out, into one buffer or a list of them, and verify the copy; False: it is a miss."""
+        item = self._read_only(group, page)
+        if item is None:
+            return False
+        item[0].read(out)
+        return self._verified(checksum(rows(out)), item[1], group, page) and not self.lost
+
+    def shard(self, group: int, page: int, part: Slice, out: Data) -> bool:
+        """Copy out one rank's cells, layer-major; the whole item is verified as in `view`."""
+        item = self._read_only(group, page)
+        if item is None:
+            return False
+        if self._checks.due() and not self._verified(item[0].checksum(), item[1], group, page):
+            return False
+        item[0].read_slice(part, out)
+        return not self.lost
+
+    def _read_only(self, group: int, page: int) -> tuple[Item, int] | None:
+        """The item with its bytes protected."""
+        item = None if self.lost else self._item(group, page)
+        if item is not None:
+            for piece in item[0].pieces:
+                piece.flags.writeable = False
+        return item
+
+    def _verified(self, got: int, want: int, group: int, page: int) -> bool:
+        """Whether the bytes are those that were committed."""
+        return self._checks.right(got, want, f"group {group} page {page} of lease {self.number}")
+
+    def _releasing(self) -> Steps[None]:
+        """Give the lease back; its views must not be used any more."""
+        if self._joined is not None and self.number and not self._ended and self._joined.alive:
+            yield Post(self._joined, wire.Release(self.number))
+        self._ended = True
+
+
+class HeldReservation(Slots):
+    """Slots that this process may write until they are committed or given back."""
+
+    def __init__(
+        self, cache: OpenCache, start: int = 0, joined: Joined | None = None, reply: wire.Reserved | None = None
+    ) -> None:
+        reply = reply or wire.Reserved(0, 0, (), Code.IO.value)
+        super().__init__(cache, joined, reply.items)
+        self.number = reply.reservation
+        self.start = start
+        self.pages = reply.pages
+        """Pages granted, from `start` on."""
+        self.refused = reply.refused
+        """Why fewer than asked; empty where all were granted."""
+        self.waiting = 0
+        """Complete pages that wait for a parent, as of the last commit."""
+        self._committed = bytearray(self.pages)
+
+    def view(self, group: int, page: int) -> Bytes | None:
+        """The slot to write, for items of one slot; None where the item is already stored."""
+        item = self._open_item(group, page)
+        if item is not None and len(item[0].pieces) > 1:
+            raise bad("group", "items of one slot; use write", group)
+        return None if item is None else item[0].pieces[0]
+
+    def write(self, group: int, page: int, data: Data | Parts) -> bool:
+        """Copy in an item: this process's slice of it, or the whole where it opened without slices.
+
+        False: it is already stored, or the reservation is lost; nothing was written.
+        """
+        item = self._open_item(group, page)
+        if item is None:
+            return False
+        part = self.cache.slice_of(group)
+        if part is None:
+            item[0].write(data)
+        else:
+            item[0].write_slice(part, cast("Data", data))
+        return not self.lost
+
+    def _committing(self, first: int | None, pages: int | None) -> Steps[int]:
+        """Say that pages are written; how many pages of the reservation are served now."""
+        first = self.start if first is None else first
+        pages = self.start + self.pages - first if pages is None else pages
+        if not self._holds() or not pages:
+            return 0
+        assert self._joined is not None
+        at = first - self.start
+        self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
+        reply = yield Call(self._joined, wire.Commit(self.number, first, pages), wire.Committed)
+        committed = cast("wire.Committed", reply)
+        self.waiting = committed.waiting
+        return committed.published
+
+    def _aborting(self) -> Steps[None]:
+        """Give back what is not committed; its slots must not be touched any more."""
+        if self._holds() and not all(self._committed):
+            assert self._joined is not None
+            yield Post(self._joined, wire.Abort(self.number))
+        self._ended = True
+
+    def _open_item(self, group: int, page: int) -> tuple[Item, int] | None:
+        """The item, unless it was committed: its bytes never change after that."""
+        at = page - self.start
+        if self.lost or not 0 <= at < len(self._committed) or self._committed[at]:
+            return None
+        return self._item(group, page)
+
+    def _holds(self) -> bool:
+        """Whether the daemon still knows this reservation."""
+        return bool(self.number) and not self._ended and not self.lost

@@ -1,0 +1,306 @@
+"""What a sync and an async client share below their verbs: the steps of a verb, and one joined connection."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+
+from kvtier import wire
+from kvtier.client.arenas import Arenas
+from kvtier.frames import Frame
+from kvtier.handshake import FirstFrame, ended, peer_of
+from kvtier.types import Code, KvtierError
+
+CONNECT_S: Final = 0.05
+"""An attempt to connect again costs an engine's step at most this long."""
+RETRY_S: Final = 0.005
+"""Between attempts while the daemon's backlog is full."""
+BACKOFF_S: Final = (0.1, 5.0)
+IN_FLIGHT: Final = 128
+"""Requests that a client leaves unanswered before it reads; below the server's bound."""
+EVENTS: Final = 4096
+
+FAULTS: Final = frozenset({Code.BAD_REQUEST, Code.VERSION, Code.FORBIDDEN})
+"""Refusals that say the program is wrong: raised. All others are misses."""
+
+T = TypeVar("T")
+R = TypeVar("R", bound=wire.Message)
+
+
+class Away(Exception):  # noqa: N818 - a state of the daemon, which engines see as a miss
+    """The daemon is absent, hung, or lost this connection."""
+
+
+class Identity(NamedTuple):
+    """Who this client is; what Hello says."""
+
+    instance: str
+    scope: str
+    events: bool
+
+
+# -- steps of a verb: what a generator yields and its driver does --------------------------------------------------
+
+
+class Join(NamedTuple):
+    """Be connected; gives Joined."""
+
+
+class Call(NamedTuple):
+    """Send and wait; gives the reply. A daemon that does not answer in time has lost this connection."""
+
+    joined: Joined
+    message: wire.Message
+    reply: type[wire.Message]
+
+
+class Start(NamedTuple):
+    """Send; gives the ticket of the reply."""
+
+    joined: Joined
+    message: wire.Message
+    reply: type[wire.Message]
+
+
+class Wait(NamedTuple):
+    """Wait for a ticket without giving it up; gives its reply, or None when time is up."""
+
+    ticket: Any
+
+
+class Post(NamedTuple):
+    """Send, and let the reply come when it comes; gives None."""
+
+    joined: Joined
+    message: wire.Message
+
+
+class Hand(NamedTuple):
+    """Send a message with a descriptor on a connection of its own; gives the reply."""
+
+    message: wire.Message
+    fd: int
+    reply: type[wire.Message]
+
+
+Step = Join | Call | Start | Wait | Post | Hand
+Steps = Generator[Step, Any, T]
+"""A verb of the client without its I/O: sync and async drivers run the same steps."""
+
+
+# -- one connection --------------------------------------------------------------------------------------------------
+
+
+class Daemon:
+    """The process that serves a connection, watched by its pidfd."""
+
+    _pidfd: int | None = None
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Taken before Hello is sent, so that the Welcome proves that the pidfd names the process that serves."""
+        peer = peer_of(sock)
+        self.pid = peer.pid
+        self._pidfd = peer.pidfd
+        if self._pidfd is None:
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(peer.pid)
+        self._gone = False
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended: nothing it was asked to copy moves any more."""
+        if not self._gone and self._pidfd is not None:
+            self._gone = ended(self._pidfd)
+        return self._gone
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Joined:
+    """One connection that said Hello: its arenas, and whether it still is."""
+
+    def __init__(self, welcome: wire.Welcome, arenas: Arenas, daemon: Daemon) -> None:
+        self.welcome = welcome
+        self.arenas = arenas
+        self.daemon = daemon
+        self.alive = True
+
+
+def dial(path: Path) -> socket.socket | None:
+    """A connected non-blocking socket, or None while the daemon's backlog is full; raises Away."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        sock.connect(str(path))
+    except BlockingIOError:
+        sock.close()
+        return None
+    except OSError as exc:
+        sock.close()
+        raise Away(f"no daemon at {path}: {exc}") from exc
+    return sock
+
+
+def undo(reply: wire.Message | None) -> wire.Message | None:
+    """What gives back a reply that nobody waits for any more."""
+    if isinstance(reply, wire.Acquired) and reply.lease:
+        return wire.Release(reply.lease)
+    if isinstance(reply, wire.Reserved) and reply.reservation:
+        return wire.Abort(reply.reservation)
+    return None
+
+
+def hello_frame(who: Identity) -> bytes:
+    """The first frame of a connection."""
+    return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events), 1)
+
+
+def first_reply(first: FirstFrame, expect: type[R]) -> R:
+    """The reply in a whole first frame; raises the error it carries."""
+    assert first.header is not None
+    return wire.decode_reply(first.header.verb, first.body, expect)
+
+
+def welcomed(first: FirstFrame, daemon: Daemon) -> Joined:
+    """The joined connection that a Welcome stands for; closes its descriptors."""
+    welcome = first_reply(first, wire.Welcome)
+    return Joined(welcome, Arenas(welcome.arenas, first.fds), daemon)
+
+
+class Recovery:
+    """When to connect again, and what is still owed to the connections that were lost. The clock is the caller's."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._ever = False
+        self._delay = BACKOFF_S[0]
+        self._next = 0.0
+        self._lost: list[Joined] = []
+
+    @property
+    def owes(self) -> bool:
+        """Whether a lost connection's arenas are not known to the daemon as unmapped."""
+        return bool(self._lost)
+
+    def begin(self, lost: Joined | None, now: float) -> None:
+        """An attempt to connect; unmaps what nothing refers to. Raises Away where it is not due."""
+        if lost is not None:
+            self._lost.append(lost)
+        if self.closed:
+            raise Away("this client is closed")
+        if now < self._next:
+            raise Away("the daemon is away; the next attempt to connect is not due yet")
+        self.unmapped()
+
+    def until(self, deadline: float, now: float) -> float:
+        """When the attempt ends: only the first one may take its caller's time."""
+        return min(deadline, now + CONNECT_S) if self._ever else deadline
+
+    def lost(self, now: float) -> None:
+        """A connection was lost, or an attempt failed: wait twice as long as last time."""
+        self._next = now + self._delay
+        self._delay = min(2 * self._delay, BACKOFF_S[1])
+
+    def failed(self, exc: Away | KvtierError, now: float) -> Away | KvtierError:
+        """An attempt failed; what to raise. Only at first a refusal is the program's fault."""
+        self.lost(now)
+        if self._ever and isinstance(exc, KvtierError):
+            return Away(f"the daemon does not take this process again: {exc}")
+        return exc
+
+    def succeeded(self) -> None:
+        """Connected: start over."""
+        self._ever = True
+        self._delay, self._next = BACKOFF_S[0], 0.0
+
+    def unmapped(self) -> list[Joined]:
+        """Lost connections whose arenas are unmapped, which the daemon has yet to be told."""
+        return [old for old in self._lost if old.arenas.unmap()]
+
+    def told(self, old: Joined, refusal: KvtierError | None = None) -> None:
+        """The daemon was told; where it is busy with what that connection had in flight, later again."""
+        if (refusal is None or refusal.code is not Code.BUSY) and old in self._lost:
+            self._lost.remove(old)
+
+    def forget(self) -> None:
+        """In a child of fork nothing is owed."""
+        self._lost.clear()
+
+
+class Ticket(Generic[R]):
+    """One request in flight."""
+
+    __slots__ = ("done", "error", "expect", "joined", "reply", "request", "waker")
+
+    def __init__(self, joined: Joined, request: int, expect: type[R], waker: Any = None) -> None:
+        self.joined = joined
+        self.request = request
+        self.expect = expect
+        self.done = False
+        self.reply: R | None = None
+        self.error: Exception | None = None
+        self.waker = waker
+
+    def fail(self, error: Exception) -> None:
+        """End without a reply."""
+        self.error, self.done = error, True
+
+    def take(self, frame: Frame) -> None:
+        """End with what a frame says."""
+        try:
+            self.reply = wire.decode_reply(frame.verb, frame.body, self.expect)
+        except KvtierError as exc:
+            self.error = exc
+        self.done = True
+
+    def result(self) -> R:
+        """The reply; raises the refusal, or Away."""
+        if self.error is not None:
+            raise self.error
+        assert self.reply is not None
+        return self.reply
+
+
+class Inbox:
+    """Replies sorted to their tickets, and events kept. Pure: bytes in, finished tickets out."""
+
+    def __init__(self) -> None:
+        self.tickets: dict[int, Ticket[Any]] = {}
+        self.events: deque[wire.Message] = deque(maxlen=EVENTS)
+        self._last = 1
+
+    def ticket(self, joined: Joined, expect: type[R], waker: Any = None) -> Ticket[R]:
+        """A ticket with a request id of its own."""
+        self._last += 1
+        ticket = self.tickets[self._last] = Ticket(joined, self._last, expect, waker)
+        return ticket
+
+    def take(self, frame: Frame) -> Ticket[Any] | None:
+        """The ticket that a frame finishes; raises KvtierError when the daemon ends the connection by it."""
+        ticket = self.tickets.pop(frame.request, None)
+        if ticket is not None:
+            ticket.take(frame)
+        elif frame.verb == wire.ERROR_VERB:
+            wire.decode_reply(frame.verb, frame.body, wire.Ok)
+        elif not frame.request:
+            self.events.append(wire.decode_request(frame.verb, frame.body))
+        return ticket
+
+    def fail(self, error: Exception) -> list[Ticket[Any]]:
+        """End every ticket: the connection is lost."""
+        tickets = list(self.tickets.values())
+        self.tickets.clear()
+        for ticket in tickets:
+            ticket.fail(error)
+        return tickets

@@ -1,0 +1,189 @@
+"""Transfers between the cache and memory of the engine's own, and when the engine may touch that memory again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier import wire
+from kvtier.client.caches import OpenCache
+from kvtier.client.held import HeldLease, HeldReservation
+from kvtier.client.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Post, Start, Steps, Wait
+from kvtier.types import KvtierError, bad
+
+Rows = Sequence[int] | npt.NDArray[Any]
+Source = HeldLease | tuple[OpenCache, bytes]
+Target = HeldReservation | tuple[OpenCache, bytes]
+
+
+class HeldRegion:
+    """Memory of the engine's own that the daemon may copy to and from; registered again after a restart."""
+
+    _fd = -1
+
+    def __init__(self, who: Identity, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
+        """Keeps a duplicate of `fd`."""
+        if offset < 0 or stride < 1 or rows < 1:
+            raise bad("region", "offset >= 0, stride >= 1, rows >= 1", (offset, stride, rows))
+        self.name = name
+        self.rows = rows
+        self.stride = stride
+        self._fd = os.dup(fd)
+        self._message = wire.Register(who.instance, name, offset, stride, rows, who.scope)
+        self._joined: Joined | None = None
+        self._number = 0
+        self._unsettled: list[Moving] = []
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a transfer that nobody waits for may still touch a row: leave them all alone."""
+        self._unsettled = [transfer for transfer in self._unsettled if transfer.fenced]
+        return bool(self._unsettled)
+
+    def fence(self, transfer: Moving) -> None:
+        """Remember a transfer until it is known to have ended."""
+        self._unsettled.append(transfer)
+
+    def entering(self) -> Steps[tuple[Joined, int]]:
+        """Be connected, with this region registered there."""
+        joined = cast("Joined", (yield Join()))
+        if self._joined is not joined:
+            if self._fd < 0:
+                raise bad("region", "one that is registered", self.name)
+            try:
+                reply = cast("wire.Registered", (yield Hand(self._message, self._fd, wire.Registered)))
+            except KvtierError as exc:
+                if self._joined is not None:  # it was registered before: not the engine's fault
+                    raise Away(f"the daemon does not register region {self.name} again: {exc}") from exc
+                raise
+            self._number, self._joined = reply.region, joined
+        return joined, self._number
+
+    def _unregistering(self) -> Steps[bool]:
+        """Let the daemon forget the region; False while transfers run or the daemon is away."""
+        joined = self._joined
+        if joined is not None and joined.alive:
+            yield Call(joined, wire.Unregister(self._number), wire.Ok)
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Close the duplicate descriptor."""
+        fd, self._fd = self._fd, -1
+        self._joined = None
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _loading(self, source: Source, rows: Rows, group: int, first: int, wait_ms: int) -> Steps[tuple[Joined, Any]]:
+        """Send a Load; the ticket of its reply."""
+        joined, region = yield from self.entering()
+        raw = _rows(rows)
+        if isinstance(source, HeldLease):
+            source.on(joined)
+            message = wire.Load(region, group, raw, lease=source.number, first=first, wait_ms=wait_ms)
+        else:
+            _, cache = yield from source[0].entering()
+            message = wire.Load(region, group, raw, cache=cache, keys=source[1], wait_ms=wait_ms)
+        return joined, (yield Start(joined, message, wire.Loaded))
+
+    def _storing(self, target: Target, rows: Rows, group: int, first: int, wait_ms: int) -> Steps[tuple[Joined, Any]]:
+        """Send a Store; the ticket of its reply."""
+        joined, region = yield from self.entering()
+        raw = _rows(rows)
+        if isinstance(target, HeldReservation):
+            target.on(joined)
+            message = wire.Store(region, group, raw, reservation=target.number, first=first, wait_ms=wait_ms)
+        else:
+            _, cache = yield from target[0].entering()
+            message = wire.Store(region, group, raw, cache=cache, keys=target[1], wait_ms=wait_ms)
+        return joined, (yield Start(joined, message, wire.Stored))
+
+
+class Moving:
+    """One Load or Store in flight. Its rows may be touched again only when it is not `fenced` any more."""
+
+    def __init__(self, region: HeldRegion, count: int, joined: Joined | None = None, ticket: Any = None) -> None:
+        self.result: bytes | None = bytes(count) if ticket is None else None
+        """One byte per row, 1 where it was done; None until the daemon has said so."""
+        self.refused = ""
+        """Why rows were not done, where the daemon gave a reason."""
+        self._region = region
+        self._count = count
+        self._joined = joined
+        self._ticket = ticket
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection ended before the daemon's word came."""
+        return not self._settled() and self._joined is not None and not self._joined.alive
+
+    @property
+    def fenced(self) -> bool:
+        """Whether the daemon may still touch the rows: no word of it came, and its process has not ended."""
+        return not self._settled() and not (self._joined is not None and self._joined.daemon.gone)
+
+    def _settled(self) -> bool:
+        """Whether the daemon's word is there, also where nobody waited for it."""
+        if self.result is None and self._ticket.done:
+            if self._ticket.reply is not None:
+                self._take(self._ticket.reply)
+            elif isinstance(self._ticket.error, KvtierError):
+                self._refuse(self._ticket.error)
+        return self.result is not None
+
+    def _waiting(self) -> Steps[bytes | None]:
+        """The result, or None while it is not there or never will be."""
+        if not self._settled() and not self.lost:
+            try:
+                reply = yield Wait(self._ticket)
+            except Away:
+                self._region.fence(self)
+                raise
+            except KvtierError as exc:
+                self._refuse(exc)
+                if exc.code in FAULTS:
+                    raise
+            else:
+                if reply is not None:
+                    self._take(reply)
+        return self.result
+
+    def _take(self, reply: wire.Loaded | wire.Stored) -> None:
+        """The daemon's word."""
+        self.result = reply.done
+        self.refused = reply.refused if isinstance(reply, wire.Stored) else ""
+
+    def _refuse(self, exc: KvtierError) -> None:
+        """The daemon's word that nothing was done."""
+        self.result, self.refused = bytes(self._count), exc.code.value
+
+    def _cancelling(self) -> Steps[bytes | None]:
+        """Stop; returns when no byte moves any more, or None when the connection is lost first."""
+        if not self._settled() and not self.lost:
+            assert self._joined is not None
+            try:
+                yield Call(self._joined, wire.Cancel(self._ticket.request), wire.Ok)
+            except Away:
+                self._region.fence(self)
+                raise
+            yield from self._waiting()
+        return self.result
+
+    def _forsaking(self) -> Steps[None]:
+        """Nobody waits any more: stop, and fence the rows until the daemon's word comes."""
+        if not self._settled():
+            self._region.fence(self)
+            if self._joined is not None and self._joined.alive:
+                yield Post(self._joined, wire.Cancel(self._ticket.request))
+
+
+def _rows(rows: Rows) -> bytes:
+    """Row numbers as the wire has them."""
+    return np.ascontiguousarray(np.asarray(rows, "<i8")).tobytes()

@@ -1,0 +1,150 @@
+"""One connected socket that several threads may use at once, every call with a deadline."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvtier import wire
+from kvtier.client.link import RETRY_S, Away, Joined, dial
+from kvtier.frames import Frames
+from kvtier.handshake import FirstFrame
+
+CHUNK: Final = 256 << 10
+
+
+def _poll(sock: socket.socket, events: int, deadline: float) -> int:
+    """Wait for a socket: what came of `events`; raises Away when time is up."""
+    poll = select.poll()
+    poll.register(sock, events)
+    ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    if not ready:
+        raise Away("the daemon did not answer in time")
+    return ready[0][1]
+
+
+def _send_first(sock: socket.socket, raw: bytes, fds: list[int], deadline: float) -> None:
+    """Send a whole frame, with descriptors, on a non-blocking socket; raises Away."""
+    view = memoryview(raw)
+    while view:
+        try:
+            sent = socket.send_fds(sock, [view], fds, socket.MSG_NOSIGNAL) if fds else sock.send(view)
+        except BlockingIOError:
+            _poll(sock, select.POLLOUT, deadline)
+        except OSError as exc:
+            raise Away(f"the connection is lost: {exc}") from exc
+        else:
+            view, fds = view[sent:], []
+
+
+def wait_dial(path: Path, deadline: float) -> socket.socket:
+    """Connect; raises Away."""
+    while (sock := dial(path)) is None:
+        if time.monotonic() + RETRY_S > deadline:
+            raise Away(f"the daemon at {path} does not accept connections")
+        time.sleep(RETRY_S)
+    return sock
+
+
+def ask(sock: socket.socket, raw: bytes, fds: list[int], deadline: float) -> FirstFrame:
+    """Send a first frame and receive its answer; the caller closes its descriptors."""
+    _send_first(sock, raw, fds, deadline)
+    first = FirstFrame(wire.MAX_BODY)
+    try:
+        while True:
+            try:
+                if first.read(sock):
+                    return first
+            except BlockingIOError:
+                _poll(sock, select.POLLIN, deadline)
+    except (OSError, EOFError) as exc:
+        first.close()
+        raise Away(f"the connection is lost: {exc}") from exc
+    except BaseException:
+        first.close()
+        raise
+
+
+class Pipe:
+    """One connected socket, closed only when no thread is in a call on it."""
+
+    def __init__(self, sock: socket.socket, joined: Joined) -> None:
+        self.joined = joined
+        self.frames = Frames()
+        """For the one thread that receives."""
+        self._sock = sock
+        self._incoming = select.poll()
+        self._incoming.register(sock, select.POLLIN)
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def send(self, raw: bytes, deadline: float, read: Callable[[], bool]) -> None:
+        """Send a whole frame, one thread at a time; raises Away.
+
+        While the daemon takes nothing more, `read` takes what it sends (False: another thread does), so that
+        neither side waits for the other.
+        """
+        self._enter()
+        try:
+            view = memoryview(raw)
+            while view:
+                try:
+                    view = view[self._sock.send(view) :]
+                except BlockingIOError:
+                    if _poll(self._sock, select.POLLIN | select.POLLOUT, deadline) & select.POLLIN and not read():
+                        _poll(self._sock, select.POLLOUT, deadline)
+        except OSError as exc:
+            raise Away(f"the connection is lost: {exc}") from exc
+        finally:
+            self._leave()
+
+    def receive(self, deadline: float) -> bytes | None:
+        """What has come, for one thread at a time; None when time is up before anything did. Raises Away."""
+        self._enter()
+        try:
+            if not self._incoming.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return None
+            data = self._sock.recv(CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError as exc:
+            raise Away(f"the connection is lost: {exc}") from exc
+        finally:
+            self._leave()
+        if not data:
+            raise Away("the daemon closed the connection")
+        return data
+
+    def drop(self) -> None:
+        """No more calls; those under way return soon."""
+        with self._lock:
+            if self.joined.alive:
+                self.joined.alive = False
+                if self._users:
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                else:
+                    self._sock.close()
+
+    def abandon(self) -> None:
+        """Close without the lock, which a thread that is not in this process may hold."""
+        self.joined.alive = False
+        self._sock.close()
+
+    def _enter(self) -> None:
+        """A call on the socket begins; raises Away once it was dropped."""
+        with self._lock:
+            if not self.joined.alive:
+                raise Away("the connection is lost")
+            self._users += 1
+
+    def _leave(self) -> None:
+        """A call ends; the last one closes a dropped socket, whose number must not name another file before."""
+        with self._lock:
+            self._users -= 1
+            if not self.joined.alive and not self._users:
+                self._sock.close()

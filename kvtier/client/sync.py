@@ -1,0 +1,296 @@
+"""The blocking client that an engine's process links: a daemon that is away is a miss, never an exception."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+from kvtier import wire
+from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
+from kvtier.client.held import Checks, HeldLease, HeldReservation, Verify
+from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.synclink import SyncLink
+from kvtier.identity import CacheSpec, Slice
+from kvtier.paths import socket_path
+from kvtier.types import KvtierError
+
+T = TypeVar("T")
+R = TypeVar("R", bound=wire.Message)
+
+
+class Client:
+    """One process of an engine instance. Thread-safe. Connects when first used and again after a loss.
+
+    Verbs of caches, paths, leases and regions return empty results while the daemon is away, hangs, or refuses for
+    want of room; `last_error` says why. They raise KvtierError only where the program is at fault.
+    """
+
+    def __init__(
+        self,
+        path: str | pathlib.Path | None = None,
+        *,
+        instance: str | None = None,
+        scope: str = "",
+        timeout_s: float = 1.0,
+        verify: Verify = "sample",
+        events: bool = False,
+    ) -> None:
+        name = instance or f"{socket.gethostname()[:64]}-{os.getpid()}"
+        self.checks = Checks(verify)
+        self.last_error: Exception | None = None
+        self.identity = Identity(name, scope, events)
+        where = socket_path() if path is None else pathlib.Path(path)
+        self.link = SyncLink(where, self.identity, timeout_s)
+
+    def open(
+        self,
+        spec: CacheSpec,
+        *,
+        rank: int = -1,
+        world: int = 1,
+        slices: Sequence[Slice] = (),
+        epoch: int = 0,
+    ) -> Cache:
+        """The cache that `spec` names; `slices` gives the part of each group's items that this rank holds.
+
+        Raises KvtierError where the spec is refused. A daemon that is away is joined later.
+        """
+        cache = Cache(self, spec, rank, world, tuple(slices), epoch)
+        self.attempt(cache.entering(), None)
+        return cache
+
+    def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> Region:
+        """Memory of the engine's own: `rows` rows of `stride` bytes at `offset` of `fd`, for loads and stores."""
+        region = Region(self, name, fd, offset, stride, rows)
+        self.attempt(region.entering(), None)
+        return region
+
+    def ping(self) -> bool:
+        """Whether the daemon's serving loop answers."""
+        return self.attempt(pinging(), default=False)
+
+    def stat(self) -> dict[str, object]:
+        """Numbers of the daemon that any engine may see; empty while it is away."""
+        return self.attempt(asking_stat(), {})
+
+    def events(self) -> list[wire.Message]:
+        """Events that have come since the last call, for a client made with events=True."""
+        return self.link.events()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection now."""
+        return self.link.joined is not None
+
+    # -- pipelining --------------------------------------------------------------------------------------------
+
+    def submit(self, message: wire.Message, reply: type[R]) -> Ticket[R]:
+        """Send a request without waiting; raises Away where there is no daemon."""
+        deadline = time.monotonic() + self.link.timeout_s
+        return self.link.start(self.link.join(deadline), message, reply, deadline)
+
+    def wait(self, ticket: Ticket[R], timeout_s: float | None = None) -> R:
+        """The reply of a request that was submitted; raises KvtierError, and Away when none comes in time."""
+        reply = self.link.wait(ticket, time.monotonic() + (self.link.timeout_s if timeout_s is None else timeout_s))
+        assert reply is not None
+        return reply
+
+    # -- running steps -----------------------------------------------------------------------------------------
+
+    def attempt(self, steps: Steps[T], default: T, wait_s: float = 0.0) -> T:
+        """What the steps give, or the default where the daemon is away or has no room."""
+        try:
+            return self.link.run(steps, wait_s)
+        except Away as exc:
+            self.last_error = exc
+        except KvtierError as exc:
+            if exc.code in FAULTS:
+                raise
+            self.last_error = exc
+        return default
+
+    def close(self) -> None:
+        """Let go of everything and disconnect."""
+        self.link.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Cache(OpenCache):
+    """One KV format in one trust scope; see Client.open."""
+
+    def __init__(
+        self, client: Client, spec: CacheSpec, rank: int, world: int, slices: tuple[Slice, ...], epoch: int
+    ) -> None:
+        super().__init__(spec, rank, world, slices, epoch)
+        self.client = client
+
+    def match(self, keys: bytes, request: str = "") -> Path:
+        """Longest cached prefix of a path of page keys; pins nothing. `request` is the engine's id, for people."""
+        path = Path(self, request)
+        return path.extend(keys)
+
+    def reset(self) -> int:
+        """Move to a new epoch and free the old one; the old KV is not matched again even if the daemon is away."""
+        self.client.attempt(self._resetting(), 0)
+        return self.epoch
+
+    def flush(self, timeout_s: float = 60.0) -> bool:
+        """Whether everything committed before is durable."""
+        return self.client.attempt(self._flushing(timeout_s), default=False, wait_s=timeout_s)
+
+    def exists(self, group: int, keys: bytes) -> bytes:
+        """One types.Presence byte for each opaque key."""
+        return self.client.attempt(self._existing(group, keys), bytes(self._count(keys)))
+
+    def acquire_keys(self, group: int, keys: bytes, wait_ms: int = 1000) -> Lease:
+        """Lease opaque keys, prefix root first; positions in this list are the pages of the lease."""
+        return Lease(self, self.client.attempt(self._acquiring_keys(group, keys, wait_ms), None, wait_ms / 1000))
+
+    def reserve_keys(self, group: int, keys: bytes, wait_ms: int = 50) -> Reservation:
+        """Slots for new keys; positions in this list are the pages of the reservation."""
+        got = self.client.attempt(self._reserving_keys(group, keys, wait_ms), None, wait_ms / 1000)
+        return Reservation(self, 0, got)
+
+
+class Path(KeyPath):
+    """A path of page keys; see Cache.match."""
+
+    cache: Cache
+
+    def extend(self, keys: bytes = b"") -> Self:
+        """Append whole page keys (only these are sent) and match again."""
+        self.cache.client.attempt(self._matching(keys), None)
+        return self
+
+    def acquire(self, pages: int = -1, wait_ms: int = 1000) -> Lease:
+        """Lease the first pages (-1: all that match), waiting so long for those that must be loaded."""
+        return Lease(self.cache, self.cache.client.attempt(self._acquiring(pages, wait_ms), None, wait_ms / 1000))
+
+    def reserve(
+        self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]] = (), wait_ms: int = 50
+    ) -> Reservation:
+        """Slots for pages [start, start + pages); `wants` lists (group, pages) of window and state groups."""
+        got = self.cache.client.attempt(self._reserving(start, pages, wants, wait_ms), None, wait_ms / 1000)
+        return Reservation(self.cache, start, got)
+
+    def prefetch(self) -> None:
+        """Bring the matched pages to host without leasing them."""
+        self.cache.client.attempt(self._prefetching(), None)
+
+    def close(self) -> None:
+        """Drop the daemon's handle; matching again makes a new one."""
+        self.cache.client.attempt(self._closing(), None)
+
+
+class Lease(HeldLease):
+    """Readable pages, held until released. A context manager."""
+
+    def __init__(self, cache: Cache, got: tuple[Joined, wire.Acquired] | None) -> None:
+        super().__init__(cache, cache.client.checks, *(got or ()))
+        self._client = cache.client
+
+    def release(self) -> None:
+        """Give the lease back; its views must not be used any more."""
+        self._client.attempt(self._releasing(), None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+class Reservation(HeldReservation):
+    """Writable slots. A context manager that gives back what was not committed."""
+
+    def __init__(self, cache: Cache, start: int, got: tuple[Joined, wire.Reserved] | None) -> None:
+        super().__init__(cache, start, *(got or ()))
+        self._client = cache.client
+
+    def commit(self, first: int | None = None, pages: int | None = None) -> int:
+        """Say that pages (default: from `first` to the end) are written; how many of them all are served now."""
+        return self._client.attempt(self._committing(first, pages), 0)
+
+    def abort(self) -> None:
+        """Give back what is not committed; its slots must not be touched any more."""
+        self._client.attempt(self._aborting(), None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.abort()
+
+
+class Region(HeldRegion):
+    """Memory of the engine's own; see Client.register."""
+
+    def __init__(self, client: Client, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
+        super().__init__(client.identity, name, fd, offset, stride, rows)
+        self._client = client
+
+    def start_load(
+        self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+    ) -> Transfer:
+        """Begin copying items into rows (-1 skips): of a lease from page `first` on, or of (cache, keys)."""
+        got = self._client.attempt(self._loading(source, rows, group, first, wait_ms), None)
+        return Transfer(self, len(rows), wait_ms, got)
+
+    def load(self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
+        """Copy items into rows: one byte per row, 1 where its verified bytes are there.
+
+        Where it ends without the daemon's word, `fenced` is true until the rows may be touched again.
+        """
+        return self.start_load(source, rows, group=group, first=first, wait_ms=wait_ms).finish()
+
+    def start_store(
+        self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+    ) -> Transfer:
+        """Begin copying rows into a reservation's pages from `first` on, or under (cache, keys), and commit them."""
+        got = self._client.attempt(self._storing(target, rows, group, first, wait_ms), None)
+        return Transfer(self, len(rows), wait_ms, got)
+
+    def store(self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
+        """Copy rows into the cache: one byte per row, 1 where the item is stored or was already."""
+        return self.start_store(target, rows, group=group, first=first, wait_ms=wait_ms).finish()
+
+    def unregister(self) -> bool:
+        """Let the daemon forget the region; False where it cannot be told or transfers still run."""
+        return self._client.attempt(self._unregistering(), default=False)
+
+
+class Transfer(Moving):
+    """One load or store in flight; its rows are fenced until the daemon's word is there."""
+
+    def __init__(
+        self, region: Region, count: int, wait_ms: int, got: tuple[Joined, Ticket[wire.Message]] | None
+    ) -> None:
+        super().__init__(region, count, *(got or ()))
+        self._client = region._client  # noqa: SLF001 - of the same module
+        self._wait_s = wait_ms / 1000
+
+    def wait(self, timeout_s: float) -> bytes | None:
+        """One byte per row, or None while it is not done (`lost`: never will be)."""
+        return self._client.attempt(self._waiting(), None, timeout_s - self._client.link.timeout_s)
+
+    def cancel(self) -> bytes | None:
+        """Stop; returns what was done once no byte moves any more, or None where the connection is lost first."""
+        return self._client.attempt(self._cancelling(), None)
+
+    def finish(self) -> bytes:
+        """Wait as long as was asked for, then stop; what was done."""
+        done = self._client.attempt(self._waiting(), None, self._wait_s)
+        if done is None:
+            done = self.cancel()
+        return done or bytes(self._count)

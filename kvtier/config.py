@@ -1,0 +1,188 @@
+"""The daemon's settings: defaults, then a TOML file, then KVTIER_* variables, then flags."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvtier.paths import admin_path, socket_path, state_path
+from kvtier.types import bad
+
+SYSTEM_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
+_SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class Sockets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the daemon listens."""
+
+    path: str = ""
+    """Engine socket; empty: $KVTIER_SOCKET, or in $XDG_RUNTIME_DIR/kvtier, or in /run/kvtier."""
+    admin: str = ""
+    """Admin socket; empty: admin.sock beside the engine socket."""
+
+
+class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The host tier."""
+
+    bytes: int = -1
+    """Memory for pages; -1: 1 GiB, or an eighth of what this process may use; 0: none."""
+    slab_bytes: int = 64 << 20
+    """Memory is given to caches in pieces of this size."""
+    prefault: bool = True
+    """Keep the whole budget backed by memory, so that it cannot fail later."""
+
+
+class Disk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The disk tier."""
+
+    path: str = ""
+    """Its folder; empty: `disk` in the state folder."""
+    bytes: int = 4 << 30
+    """Room for pages; 0: no disk tier."""
+
+
+class Caps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds on engines."""
+
+    instance: float = 0.5
+    """Share of the host tier that one engine may hold in leases and reservations."""
+    connections: int = 4096
+    """Open connections."""
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings."""
+
+    socket: Sockets = Sockets()
+    host: Host = Host()
+    disk: Disk = Disk()
+    caps: Caps = Caps()
+    drain_s: float = 10.0
+    """Seconds within which the daemon ends after SIGTERM."""
+
+    @property
+    def engine_socket(self) -> Path:
+        """Where engines connect."""
+        return Path(self.socket.path) if self.socket.path else socket_path()
+
+    @property
+    def admin_socket(self) -> Path:
+        """Where operators connect."""
+        return Path(self.socket.admin) if self.socket.admin else admin_path(self.engine_socket)
+
+    @property
+    def disk_path(self) -> Path:
+        """Folder of the disk tier."""
+        return Path(self.disk.path) if self.disk.path else state_path() / "disk"
+
+    def check(self) -> None:
+        """Raise bad_request naming the first setting that cannot be served."""
+        if self.host.bytes < -1:
+            raise bad("host.bytes", "-1, 0 or a size", self.host.bytes)
+        if self.host.slab_bytes < 1 << 20:
+            raise bad("host.slab_bytes", "at least 1 MiB", self.host.slab_bytes)
+        if self.disk.bytes < 0:
+            raise bad("disk.bytes", "0 or a size", self.disk.bytes)
+        if not 0 < self.caps.instance <= 1:
+            raise bad("caps.instance", "a share in (0, 1]", self.caps.instance)
+        if not 1 <= self.caps.connections <= 1 << 20:
+            raise bad("caps.connections", "1..1048576", self.caps.connections)
+        if not 0 <= self.drain_s <= 3600:
+            raise bad("drain_s", "0..3600 seconds", self.drain_s)
+
+
+def settings(kind: type[msgspec.Struct] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting's dotted name and type."""
+    for field in msgspec.structs.fields(kind):
+        name = prefix + field.name
+        if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+            yield from settings(field.type, f"{name}.")
+        else:
+            yield name, field.type
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return "KVTIER_" + name.upper().replace(".", "_")
+
+
+def size(text: str) -> int:
+    """Bytes of a size as people write it: 4096, 64MiB, 8G (all powers of 1024). Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"not a size: {text!r}")
+    return int(match[1]) << 10 * _POWERS[match[2].upper()]
+
+
+def load(
+    file: Path | None = None, env: Mapping[str, str] = os.environ, flags: Mapping[str, str] | None = None
+) -> Config:
+    """The settings in effect; later sources win. Raises KvtierError naming the setting that is wrong.
+
+    `file` defaults to $KVTIER_CONFIG, then to /etc/kvtier/kvtierd.toml where that exists. `flags` has dotted names.
+    """
+    merged = dict(_flat(_read(file or _default_file(env))))
+    names = dict(settings())
+    merged |= {name: env[variable(name)] for name in names if variable(name) in env}
+    merged |= flags or {}
+    tree: dict[str, Any] = {}
+    for name, value in merged.items():
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.0)
+            raise bad(name, f"a known setting; the nearest is {near[0]}")
+        *tables, leaf = name.split(".")
+        table = tree
+        for part in tables:
+            table = table.setdefault(part, {})
+        table[leaf] = _sized(name, value)
+    try:
+        config = msgspec.convert(tree, Config, strict=False)
+    except msgspec.ValidationError as exc:
+        what, _, where = str(exc).partition(" - at `$.")
+        raise bad(where.rstrip("`") or "settings", what.removeprefix("Expected ")) from None
+    config.check()
+    return config
+
+
+def _default_file(env: Mapping[str, str]) -> Path | None:
+    """The file that is read when none is named."""
+    if env.get("KVTIER_CONFIG"):
+        return Path(env["KVTIER_CONFIG"])
+    return SYSTEM_FILE if SYSTEM_FILE.exists() else None
+
+
+def _read(file: Path | None) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    if file is None:
+        return {}
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError) as exc:
+        raise bad(str(file), f"a readable TOML file ({exc})") from None
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names of a tree of tables."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _sized(name: str, value: Any) -> Any:
+    """Sizes may be written with a unit."""
+    if not name.endswith("bytes") or not isinstance(value, str) or value.strip() == "-1":
+        return value
+    try:
+        return size(value)
+    except ValueError:
+        raise bad(name, "a size such as 4096, 64MiB or 8GiB", value) from None

@@ -1,0 +1,132 @@
+"""kvtierd: builds the parts, serves, and drains in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import msgspec
+import uvloop
+
+from kvtier import __version__
+from kvtier.config import Config, load, settings, variable
+from kvtier.limits import check_budget, default_budget
+from kvtier.server import Limits, Server
+from kvtier.server.listener import PathLock
+from kvtier.store import Store
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import HostTier
+from kvtier.types import KvtierError
+
+SWITCH_S: Final = 1e-4
+"""At the default of 5 ms a worker thread gets the interpreter back some 180 times a second beside a busy loop."""
+GRACE_S: Final = 5.0
+"""Seconds after the drain at which the process ends whatever its threads do."""
+
+_log = logging.getLogger("kvtier.daemon")
+
+
+def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
+    """The tiers that the settings ask for, and the store over them. Raises KvtierError, OSError."""
+    budget = default_budget() if config.host.bytes < 0 else check_budget(config.host.bytes)
+    disk = None
+    if config.disk.bytes:
+        config.disk_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        disk = DiskTier(config.disk_path, config.disk.bytes, post=loop.call_soon_threadsafe)
+    host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault)
+    return Store(host, disk, cap=config.caps.instance, version=__version__)
+
+
+async def serve(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    lock = PathLock(config.engine_socket)  # first, so that a second daemon touches nothing of the first one's
+    store = build_store(config, loop)
+    await store.start()
+    limits = Limits(connections=config.caps.connections)
+    server = Server(store, config.engine_socket, config.admin_socket, limits, lock)
+    await server.start()
+    gc.disable()  # the store makes no cycles, and a collection would stop every engine
+    gc.collect()
+    gc.freeze()
+    notify("READY=1")
+    _log.info("serving %s, operators at %s", config.engine_socket, config.admin_socket)
+    await stop.wait()
+    await _drain(config, server, store)
+
+
+async def _drain(config: Config, server: Server, store: Store) -> None:
+    """End within the time that the settings give."""
+    notify("STOPPING=1")
+    _log.info("draining for at most %.0f s", config.drain_s)
+    watchdog = threading.Timer(config.drain_s + GRACE_S, os._exit, (1,))
+    watchdog.daemon = True
+    watchdog.start()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + config.drain_s
+    await server.drain(config.drain_s / 2)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(end + 1.0):
+            await store.drain(max(0.0, end - loop.time()))
+    await server.close()
+    _log.info("ended")
+
+
+def notify(state: str) -> None:
+    """Tell systemd, where it asks."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock, contextlib.suppress(OSError):
+        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+def _flags(command: Callable[..., None]) -> Callable[..., None]:
+    """One flag per setting."""
+    for name, _ in reversed(list(settings())):
+        flag = "--" + name.replace(".", "-").replace("_", "-")
+        command = click.option(flag, name.replace(".", "__"), metavar="VALUE", help=f"{name}, {variable(name)}")(
+            command
+        )
+    return command
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with settings.")
+@click.option("--check-config", is_flag=True, help="Print the settings in effect and end.")
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+@click.version_option(__version__, prog_name="kvtierd")
+@_flags
+def main(file: Path | None, check_config: bool, log_level: str, **flags: Any) -> None:
+    """Keep the KV cache of this host's inference servers."""
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = load(
+            file, flags={name.replace("__", "."): value for name, value in flags.items() if value is not None}
+        )
+        if check_config:
+            click.echo(msgspec.json.format(msgspec.json.encode(config)).decode())
+            return
+        sys.setswitchinterval(SWITCH_S)
+        uvloop.run(serve(config))
+    except (KvtierError, OSError) as exc:
+        click.echo(f"kvtierd: {exc}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""What happens on a Unix socket before frames flow: who the peer is, and one frame that may carry descriptors."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+from typing import Final, NamedTuple
+
+from kvtier.types import Code, KvtierError
+from kvtier.wire import HEADER, Header, Message, decode_request, parse_header
+
+SO_PEERPIDFD: Final = 77
+"""Linux >= 6.5; the name is not in Python 3.11's socket module."""
+
+MAX_FDS: Final = 64
+FIRST_BODY: Final = 64 << 10
+"""Bytes that the body of a first frame may have."""
+
+_UCRED = struct.Struct("3i")
+
+
+class Peer(NamedTuple):
+    """The process at the other end, by the kernel's word. pidfd is None where the kernel cannot give one."""
+
+    uid: int
+    gid: int
+    pid: int
+    pidfd: int | None
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """Credentials and pidfd of the peer; raises ProcessLookupError when it has already ended.
+
+    The caller owns the pidfd.
+    """
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    try:
+        return Peer(uid, gid, pid, sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
+    except OSError as exc:
+        if exc.errno == errno.ENOPROTOOPT:
+            return Peer(uid, gid, pid, None)
+        if exc.errno in {errno.ESRCH, errno.EINVAL, errno.ENODATA}:
+            raise ProcessLookupError(errno.ESRCH, f"peer process {pid} has ended") from None
+        raise
+
+
+def ended(pidfd: int) -> bool:
+    """Whether the process of a pidfd has ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class FirstFrame:
+    """One frame received by recvmsg with the descriptors that came along; never reads past its end.
+
+    Owns the descriptors until they are taken; `close` closes those that were not.
+    """
+
+    def __init__(self, max_body: int = FIRST_BODY, max_fds: int = MAX_FDS) -> None:
+        self.fds: list[int] = []
+        self.header: Header | None = None
+        self._max_body = max_body
+        self._max_fds = max_fds
+        self._raw = bytearray()
+
+    @property
+    def body(self) -> bytes:
+        """Body of the whole frame."""
+        return bytes(self._raw[HEADER.size :])
+
+    def read(self, sock: socket.socket) -> bool:
+        """Receive some of what is missing; True when the frame is whole.
+
+        Raises BlockingIOError when there is nothing yet, EOFError when the peer closed, KvtierError when the
+        frame or its descriptors are refused.
+        """
+        missing = self._missing()
+        if missing:
+            self._receive(sock, missing)
+        if self.header is None and len(self._raw) >= HEADER.size:
+            self.header = parse_header(self._raw, self._max_body)
+        return self.header is not None and not self._missing()
+
+    def message(self) -> Message:
+        """The request in the frame; raises bad_request."""
+        if self.header is None:
+            raise KvtierError(Code.BAD_REQUEST, "no frame was received")
+        return decode_request(self.header.verb, self.body)
+
+    def take_fds(self) -> list[int]:
+        """The descriptors; the caller owns them now."""
+        fds, self.fds = self.fds, []
+        return fds
+
+    def close(self) -> None:
+        """Close the descriptors that nobody took."""
+        for fd in self.take_fds():
+            os.close(fd)
+
+    def _missing(self) -> int:
+        """Bytes that are still to come of the header, then of the body."""
+        whole = HEADER.size if self.header is None else HEADER.size + self.header.length
+        return whole - len(self._raw)
+
+    def _receive(self, sock: socket.socket, size: int) -> None:
+        """One recvmsg, keeping every descriptor that the kernel handed over."""
+        room = socket.CMSG_SPACE(self._max_fds * array.array("i").itemsize)
+        data, control, flags, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+        for level, kind, raw in control:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
+                self.fds += fds
+        if flags & socket.MSG_CTRUNC or len(self.fds) > self._max_fds:
+            raise KvtierError(Code.BAD_REQUEST, f"expected at most {self._max_fds} descriptors", "fds")
+        if not data:
+            raise EOFError("the peer closed the connection")
+        self._raw += data
+
+
+async def readable(loop: asyncio.AbstractEventLoop, fd: int) -> None:
+    """Wait until a raw descriptor can be read."""
+    future = loop.create_future()
+
+    def wake() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    loop.add_reader(fd, wake)
+    try:
+        await future
+    finally:
+        loop.remove_reader(fd)
+
+
+async def receive_first(sock: socket.socket, first: FirstFrame) -> None:
+    """Fill `first` from a raw non-blocking socket; raises what FirstFrame.read raises but BlockingIOError."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            if first.read(sock):
+                return
+        except BlockingIOError:
+            await readable(loop, sock.fileno())
+
+
+async def send_first(sock: socket.socket, raw: bytes, fds: list[int]) -> None:
+    """Send a frame with descriptors on a raw non-blocking socket."""
+    sent = socket.send_fds(sock, [raw], fds, socket.MSG_NOSIGNAL) if fds else 0
+    if sent < len(raw):
+        await asyncio.get_running_loop().sock_sendall(sock, raw[sent:])
+
+
+def try_send(sock: socket.socket, raw: bytes) -> None:
+    """Send a last word as far as the socket's buffer takes it."""
+    with contextlib.suppress(OSError):
+        sock.send(raw, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)

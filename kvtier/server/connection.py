@@ -1,0 +1,341 @@
+"""One connection on the serving loop: frames in, replies out, and the bounds that keep it from hurting others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Final, cast
+
+import msgspec
+
+from kvtier import wire
+from kvtier.frames import Frame, Frames
+from kvtier.types import Code, KvtierError
+
+Result = wire.Message | Awaitable[wire.Message]
+"""What a verb gives: its reply, or something to await for it."""
+
+SLICE_S: Final = 1e-3
+"""A connection's pipelined requests are served for this long before other connections have their turn."""
+
+_log = logging.getLogger("kvtier.server")
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bounds of a server; at each of them a request is refused by name or its connection closed."""
+
+    connections: int = 4096
+    first_frame_s: float = 5.0
+    """Seconds within which the first frame must be whole."""
+    max_body: int = wire.MAX_BODY
+    buffered: int = 256 << 20
+    """Bytes of half-received bodies, over all connections."""
+    tasks: int = 256
+    """Requests of one connection that may be in flight."""
+    write_high: int = 1 << 20
+    """Unsent reply bytes at which a connection's requests are no longer read."""
+    write_cap: int = 128 << 20
+    """Unsent reply bytes at which a connection is closed."""
+    stall_s: float = 30.0
+    """Seconds without progress in a half-received body or unsent replies after which a connection is closed."""
+    drain_s: float = 30.0
+    """Seconds after EOF at which a process counts as ended where the kernel gives no pidfd."""
+
+
+class Shared:
+    """What all connections of a server have in common."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.connections: set[Connection] = set()
+        self.buffered = 0
+        self.tasks: set[asyncio.Future[wire.Message]] = set()
+        """Requests in flight, of all connections."""
+        self.emptied = asyncio.Event()
+        """Set while there is no connection."""
+        self.emptied.set()
+
+    def add(self, connection: Connection) -> None:
+        """Count a connection."""
+        self.connections.add(connection)
+        self.emptied.clear()
+
+    def discard(self, connection: Connection) -> None:
+        """Count a connection no more."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self.emptied.set()
+
+    def sweep(self, now: float) -> None:
+        """Close connections that have not moved for too long."""
+        for connection in list(self.connections):
+            connection.check_progress(now)
+
+
+class Connection(asyncio.Protocol):
+    """Serves one connection; a fault of its peer ends it alone.
+
+    `serve` answers a request or raises KvtierError; `closed(clean)` is called once, when the connection is lost
+    and no request of it is in flight any more; clean means after Bye.
+    """
+
+    def __init__(self, shared: Shared, serve: Callable[[wire.Message], Result], closed: Callable[[bool], None]) -> None:
+        self._shared = shared
+        self._serve = serve
+        self._closed = closed
+        self._frames = Frames(shared.limits.max_body)
+        self._counted = 0
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._early: list[wire.Message] = []
+        self._tasks: dict[int, asyncio.Future[wire.Message]] = {}
+        self._cancels = 0
+        self._full = False
+        self._turn: asyncio.Handle | None = None
+        self._moved = time.monotonic()
+        self._clean = False
+        self._ending = False
+        self._lost = False
+
+    # -- transport ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Frames flow from here on."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=self._shared.limits.write_high)
+        self._shared.add(self)
+        for message in self._early:
+            self.notify(message)
+        self._early.clear()
+
+    def data_received(self, data: bytes) -> None:
+        """Serve the frames that are whole."""
+        self._moved = time.monotonic()
+        self._frames.feed(data)
+        self._drain()
+
+    def pause_writing(self) -> None:
+        """The peer does not read its replies: stop reading its requests."""
+        self._full = True
+        self._moved = time.monotonic()
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The peer reads again."""
+        self._full = False
+        self._moved = time.monotonic()
+        if self._turn is None:
+            self._resume()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """Cancel what is in flight; `closed` follows when it has drained."""
+        self._lost = True
+        self._shared.discard(self)
+        self._count(0)
+        if self._turn is not None:
+            self._turn.cancel()
+        for task in list(self._tasks.values()):
+            task.cancel()
+        self._settle()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Read again what the transport holds, after serving what is buffered here."""
+        self._turn = None
+        if not self._full and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._drain()
+
+    def _drain(self) -> None:
+        """Serve whole frames until there are none, the peer stops reading, or the slice is used up."""
+        until = time.monotonic() + SLICE_S
+        while not (self._full or self._ending or self._lost):
+            try:
+                frame = self._frames.next()
+            except KvtierError as exc:
+                self._last_word(self._frames.request, exc)
+                return
+            if frame is None:
+                break
+            self._request(frame)
+            if time.monotonic() > until and self._frames.buffered and not self._full:
+                self._yield_turn()
+                break
+        self._count(self._frames.buffered)
+
+    def _yield_turn(self) -> None:
+        """Go on with the buffered requests after other connections."""
+        if self._transport is not None and self._turn is None:
+            self._transport.pause_reading()
+            self._turn = self._loop.call_soon(self._resume)
+
+    def _count(self, buffered: int) -> None:
+        """Account the bytes buffered here; over the server's bound this connection is refused."""
+        shared = self._shared
+        shared.buffered += buffered - self._counted
+        self._counted = buffered
+        if buffered and shared.buffered > shared.limits.buffered:
+            error = KvtierError(Code.BUSY, f"over {shared.limits.buffered} bytes of requests are half received")
+            self._last_word(self._frames.request, error)
+
+    def _request(self, frame: Frame) -> None:
+        """Serve one frame; whatever is wrong with it, the connection goes on."""
+        try:
+            message = wire.decode_request(frame.verb, frame.body)
+            result = self._dispatch(frame, message)
+        except Exception as exc:  # noqa: BLE001 - the loop must not die of one request
+            self._refuse(frame.request, exc)
+            return
+        if isinstance(result, wire.Message):
+            self._reply(frame.verb, frame.request, result)
+        elif result is not None:
+            self._start(frame.verb, frame.request, result)
+
+    def _dispatch(self, frame: Frame, message: wire.Message) -> Result | None:
+        """The reply, something to await for it, or None where it comes later."""
+        if type(message) is wire.Cancel:
+            return self._cancel(frame, message.request)
+        if frame.request in self._tasks or not frame.request:
+            raise KvtierError(Code.BAD_REQUEST, f"request id {frame.request} is 0 or in flight", "request")
+        if type(message) is wire.Bye:
+            self._bye(frame)
+            return None
+        if type(message) is wire.Ping:
+            return wire.Ok()
+        if len(self._tasks) >= self._shared.limits.tasks:
+            raise KvtierError(Code.BUSY, f"{len(self._tasks)} requests are in flight on this connection")
+        return self._serve(message)
+
+    def _start(self, verb: int, request: int, result: Awaitable[wire.Message]) -> None:
+        """Reply when `result` is there."""
+        task = asyncio.ensure_future(result)
+        self._tasks[request] = task
+        self._shared.tasks.add(task)
+        task.add_done_callback(partial(self._finish, verb, request))
+
+    def _finish(self, verb: int, request: int, task: asyncio.Future[wire.Message]) -> None:
+        """Send the reply of a request that was in flight."""
+        del self._tasks[request]
+        self._shared.tasks.discard(task)
+        if task.cancelled():
+            self._refuse(request, KvtierError(Code.CANCELLED, "cancelled; no byte of it moves any more"))
+        elif (exc := task.exception()) is not None:
+            self._refuse(request, exc)
+        else:
+            self._reply(verb, request, task.result())
+        self._settle()
+
+    def _cancel(self, frame: Frame, request: int) -> wire.Message | None:
+        """Cancel a request; the Ok follows its own reply, which follows its last byte."""
+        task = self._tasks.get(request)
+        if task is None:
+            return wire.Ok()
+        if self._cancels >= self._shared.limits.tasks:
+            raise KvtierError(Code.BUSY, f"{self._cancels} cancels are waiting on this connection")
+
+        def drained(_: asyncio.Future[wire.Message]) -> None:
+            self._cancels -= 1
+            self._reply(frame.verb, frame.request, wire.Ok())
+
+        self._cancels += 1
+        task.add_done_callback(drained)
+        task.cancel()
+        return None
+
+    def _bye(self, frame: Frame) -> None:
+        """Drain what is in flight, answer, close."""
+        self._ending = self._clean = True
+        self._bye_frame = frame.verb, frame.request
+        if self._transport is not None:
+            self._transport.pause_reading()
+        for task in self._tasks.values():
+            task.cancel()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Once nothing is in flight: say so, if the peer left or said Bye."""
+        if self._tasks:
+            return
+        if self._lost:
+            closed, self._closed = self._closed, _nothing
+            closed(self._clean)
+        elif self._clean:
+            closed, self._closed = self._closed, _nothing
+            closed(True)
+            self._reply(*self._bye_frame, wire.Ok())
+            self._close()
+
+    # -- replies -----------------------------------------------------------------------------------------------
+
+    def notify(self, message: wire.Message) -> None:
+        """Send an event; raises nothing."""
+        if self._transport is None and not self._lost:
+            self._early.append(message)
+        else:
+            self._send(wire.request_frame(message, 0))
+
+    def _reply(self, verb: int, request: int, reply: wire.Message) -> None:
+        """Send one reply."""
+        try:
+            raw = wire.frame(verb, request, reply)
+        except Exception as exc:  # noqa: BLE001 - too large, or not encodable
+            self._refuse(request, exc)
+        else:
+            self._send(raw)
+
+    def _refuse(self, request: int, exc: BaseException) -> None:
+        """Answer with an error."""
+        if not isinstance(exc, KvtierError):
+            _log.error("internal error in a request", exc_info=exc)
+            exc = KvtierError(Code.INTERNAL, "internal error; the daemon's log has its traceback")
+        self._send(error_frame(request, exc))
+
+    def _last_word(self, request: int, exc: KvtierError) -> None:
+        """Answer with an error and close: the stream cannot be followed any further."""
+        self._send(error_frame(request, exc))
+        self._ending = True
+        self._close()
+
+    def _send(self, raw: bytes) -> None:
+        """Hand bytes to the transport; a peer that lets too many pile up is dropped."""
+        transport = self._transport
+        if transport is None or self._lost or transport.is_closing():
+            return
+        transport.write(raw)
+        if transport.get_write_buffer_size() > self._shared.limits.write_cap:
+            _log.warning("closing a connection that does not read its replies")
+            transport.abort()
+
+    def _close(self) -> None:
+        """Close after what is written was sent; the sweep drops a peer that does not take it."""
+        self._moved = time.monotonic()
+        if self._transport is not None:
+            self._transport.close()
+
+    # -- the server's side -------------------------------------------------------------------------------------
+
+    def check_progress(self, now: float) -> None:
+        """Drop the connection when half a frame or unsent replies have not moved for too long."""
+        waiting = self._full or self._ending or (self._frames.buffered and not self._turn)
+        if waiting and now - self._moved > self._shared.limits.stall_s:
+            _log.warning("closing a connection that has not moved for %.0f s", now - self._moved)
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop the connection without sending what is left."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def error_frame(request: int, exc: KvtierError) -> bytes:
+    """The frame of an error reply."""
+    return wire.frame(wire.ERROR_VERB, request, wire.Error(exc.code.value, exc.message[:4096], exc.field[:256]))
+
+
+def _nothing(clean: bool) -> None:
+    """In place of a callback that was called."""

@@ -1,0 +1,244 @@
+"""The daemon's Unix sockets: engines join instances on one, operators ask on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Final
+
+from kvtier import wire
+from kvtier.handshake import FirstFrame, Peer, peer_of, receive_first, send_first, try_send
+from kvtier.server.connection import Connection, Limits, Result, Shared, error_frame
+from kvtier.server.listener import Listener, PathLock
+from kvtier.server.sessions import Owner, Session, Sessions
+from kvtier.types import Code, KvtierError, bad
+
+ENGINE_MODE: Final = 0o660
+ADMIN_MODE: Final = 0o600
+SWEEP_S: Final = 1.0
+
+_LETTING_GO: Final = frozenset({wire.Release, wire.Forget, wire.Abort, wire.Commit, wire.Flush, wire.Unmapped})
+"""Served while the daemon drains."""
+
+_log = logging.getLogger("kvtier.server")
+
+
+class Server:
+    """Serves a store on an engine socket and, where a path is given, an admin socket."""
+
+    def __init__(
+        self,
+        store: Owner,
+        path: Path,
+        admin: Path | None = None,
+        limits: Limits | None = None,
+        lock: PathLock | None = None,
+    ) -> None:
+        """`lock`: the path's, where the caller has claimed it already; released by `close`."""
+        self._store = store
+        self._path = path
+        self._admin_path = admin
+        self._limits = limits or Limits()
+        self._shared = Shared(self._limits)
+        self._greeting: set[asyncio.Task[None]] = set()
+        self._listeners: list[Listener] = []
+        self._closing = False
+        self._lock = lock
+
+    async def start(self) -> None:
+        """Listen. Raises KvtierError when a path is taken or cannot be used."""
+        self._loop = asyncio.get_running_loop()
+        self._lock = self._lock or PathLock(self._path)
+        self.sessions = Sessions(self._store, self._limits.drain_s)
+        try:
+            self._listeners.append(Listener(self._path, ENGINE_MODE, self._engine))
+            if self._admin_path is not None:
+                self._listeners.append(Listener(self._admin_path, ADMIN_MODE, self._operator))
+        except BaseException:
+            self._stop_listening()
+            self._lock.release()
+            raise
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nobody, refuse new work with `closing`, and wait for what is in flight, then cancel it."""
+        self._closing = True
+        self._stop_listening()
+        if self._shared.tasks:
+            _, late = await asyncio.wait(self._shared.tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Close every connection at once. Call `drain` first to let requests finish."""
+        self._closing = True
+        self._stop_listening()
+        self._sweeper.cancel()
+        for task in self._greeting:
+            task.cancel()
+        for connection in list(self._shared.connections):
+            connection.abort()
+        await asyncio.gather(*self._greeting, return_exceptions=True)
+        await self._shared.emptied.wait()
+        await asyncio.gather(*self._shared.tasks, return_exceptions=True)
+        self.sessions.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _stop_listening(self) -> None:
+        """Close the listening sockets."""
+        while self._listeners:
+            self._listeners.pop().close()
+
+    def _sweep(self) -> None:
+        """Once a second: connections that do not move."""
+        self._shared.sweep(time.monotonic())
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    # -- accepting ---------------------------------------------------------------------------------------------
+
+    def _full(self, sock: socket.socket) -> bool:
+        """Whether there is no room for another connection; it is told so."""
+        if len(self._shared.connections) + len(self._greeting) < self._limits.connections:
+            return False
+        error = KvtierError(Code.BUSY, f"{self._limits.connections} connections are open")
+        try_send(sock, error_frame(0, error))
+        sock.close()
+        return True
+
+    def _engine(self, sock: socket.socket) -> None:
+        """A process connected to the engine socket."""
+        self._spawn(sock, self._greet(sock))
+
+    def _operator(self, sock: socket.socket) -> None:
+        """Somebody connected to the admin socket: its file mode is the permission."""
+        connection = Connection(self._shared, self._serve_admin, lambda _clean: None)
+        self._spawn(sock, self._adopt(sock, connection))
+
+    def _spawn(self, sock: socket.socket, greeting: Coroutine[None, None, None]) -> None:
+        """Run what comes before frames flow."""
+        if self._full(sock):
+            greeting.close()
+            return
+        task = self._loop.create_task(greeting)
+        self._greeting.add(task)
+        task.add_done_callback(self._greeting.discard)
+
+    async def _adopt(self, sock: socket.socket, connection: Connection) -> None:
+        """Let frames flow on a raw socket."""
+        await self._loop.connect_accepted_socket(lambda: connection, sock)
+
+    # -- the first frame ---------------------------------------------------------------------------------------
+
+    async def _greet(self, sock: socket.socket) -> None:
+        """Serve the first frame of an engine's connection; a fault closes this connection alone."""
+        first = FirstFrame()
+        peer: Peer | None = None
+        adopted = False
+        try:
+            peer = peer_of(sock)
+            async with asyncio.timeout(self._limits.first_frame_s):
+                await receive_first(sock, first)
+            adopted = await self._first(sock, first, peer)
+        except KvtierError as exc:
+            try_send(sock, error_frame(first.header.request if first.header else 0, exc))
+        except (OSError, EOFError, TimeoutError) as exc:
+            _log.debug("a connection ended before its first frame was served: %r", exc)
+        except Exception:  # noqa: BLE001
+            _log.exception("internal error in a first frame")
+            try_send(sock, error_frame(0, KvtierError(Code.INTERNAL, "internal error")))
+        finally:
+            first.close()
+            if not adopted:
+                sock.close()
+            if peer is not None and peer.pidfd is not None:
+                os.close(peer.pidfd)
+
+    async def _first(self, sock: socket.socket, first: FirstFrame, peer: Peer) -> bool:
+        """Serve a first frame; whether the connection goes on."""
+        message = first.message()
+        if self._closing:
+            raise KvtierError(Code.CLOSING, "the daemon is shutting down")
+        if isinstance(message, wire.Hello):
+            await self._join(sock, first, message, peer)
+            return True
+        if isinstance(message, wire.Register):
+            await self._register(sock, first, message, peer)
+            return False
+        raise bad("verb", "Hello or Register in the first frame", type(message).__name__)
+
+    async def _join(self, sock: socket.socket, first: FirstFrame, hello: wire.Hello, peer: Peer) -> None:
+        """Attach a process, answer with its arenas, let frames flow."""
+        assert first.header is not None
+        _check_hello(hello)
+        sessions = self.sessions
+        session: Session
+
+        def serve(message: wire.Message) -> Result:
+            return self._serve_engine(session, message)
+
+        def closed(clean: bool) -> None:
+            sessions.left(session, clean)
+
+        connection = Connection(self._shared, serve, closed)
+        session, welcome, fds = sessions.join(hello, peer, connection)
+        try:
+            await send_first(sock, wire.frame(first.header.verb, first.header.request, welcome), fds)
+            await self._adopt(sock, connection)
+        except BaseException:
+            sessions.left(session, clean=False)
+            raise
+
+    async def _register(self, sock: socket.socket, first: FirstFrame, message: wire.Register, peer: Peer) -> None:
+        """Hand a region to the store and answer; the connection has served its purpose."""
+        assert first.header is not None
+        _check_name("name", message.name)
+        _check_name("instance", message.instance)
+        if len(first.fds) != 1:
+            raise bad("fds", "exactly one descriptor", len(first.fds))
+        reply = self._store.register(message, first.fds[0], peer)
+        await self._loop.sock_sendall(sock, wire.frame(first.header.verb, first.header.request, reply))
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _serve_engine(self, session: Session, message: wire.Message) -> Result:
+        """Answer a request of an attached process."""
+        kind = type(message)
+        if self._closing and kind not in _LETTING_GO:
+            raise KvtierError(Code.CLOSING, "the daemon is shutting down")
+        verb = self._store.verbs.get(kind)
+        if verb is not None:
+            return verb(session.process, message)
+        if isinstance(message, wire.Unmapped):
+            self.sessions.unmapped(session, message.session)
+            return wire.Ok()
+        if kind in self._store.admin:
+            raise KvtierError(Code.FORBIDDEN, f"{kind.__name__} is served on the admin socket only", "verb")
+        raise bad("verb", "a request that may follow Hello", kind.__name__)
+
+    def _serve_admin(self, message: wire.Message) -> Result:
+        """Answer an operator."""
+        verb = self._store.admin.get(type(message))
+        if verb is None:
+            raise KvtierError(Code.FORBIDDEN, f"{type(message).__name__} is not served on the admin socket", "verb")
+        return verb(message)
+
+
+def _check_name(field: str, name: str) -> None:
+    """Raise bad_request unless a name can be stored and shown."""
+    if not 1 <= len(name) <= wire.MAX_NAME or not name.isprintable():
+        raise bad(field, f"1..{wire.MAX_NAME} printable characters", name)
+
+
+def _check_hello(hello: wire.Hello) -> None:
+    """Raise bad_request or version when a Hello cannot be served."""
+    if hello.version != wire.VERSION:
+        raise KvtierError(Code.VERSION, f"expected protocol version {wire.VERSION}, got {hello.version}", "version")
+    _check_name("instance", hello.instance)
+    if hello.scope:
+        _check_name("scope", hello.scope)

@@ -1,0 +1,147 @@
+"""Which processes are attached, and when each has let go: by Bye, by unmapping, or by ending."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kvtier import wire
+from kvtier.handshake import Peer
+from kvtier.server.connection import Connection, Result
+from kvtier.types import Code, KvtierError
+
+Process = Any
+"""The store's own object for one attached process; the server only hands it back."""
+
+_log = logging.getLogger("kvtier.server")
+
+
+class Owner(Protocol):
+    """What a server needs of the store. All of it is called on the loop's thread."""
+
+    verbs: Mapping[type[wire.Message], Callable[[Process, Any], Result]]
+    admin: Mapping[type[wire.Message], Callable[[Any], Result]]
+
+    def join(
+        self, hello: wire.Hello, peer: Peer, notify: Callable[[wire.Message], None]
+    ) -> tuple[Process, wire.Welcome, list[int]]:
+        """Attach a process; the descriptors stay the store's. Raises KvtierError."""
+
+    def leave(self, process: Process, clean: bool) -> None:
+        """The process's connection is closed and no request of it is in flight; clean: it touches no slot."""
+
+    def gone(self, process: Process) -> None:
+        """After an unclean leave: the process can touch no slot any more."""
+
+    def register(self, msg: wire.Register, fd: int, peer: Peer) -> wire.Registered:
+        """Take a region, keeping a duplicate of the descriptor. Raises KvtierError."""
+
+
+class Session:
+    """One connection of one process, from Hello until the process can touch nothing of it any more."""
+
+    def __init__(self, number: int, peer: Peer, process: Process, connection: Connection) -> None:
+        self.number = number
+        self.peer = peer
+        self.process = process
+        self.connection: Connection | None = connection
+        """None once the connection is lost and drained."""
+        self.dead = False
+        """The pidfd said that the process has ended."""
+
+
+class Sessions:
+    """All sessions; owns their pidfds."""
+
+    def __init__(self, owner: Owner, drain_s: float) -> None:
+        self._owner = owner
+        self._drain_s = drain_s
+        self._loop = asyncio.get_running_loop()
+        self._next = secrets.randbits(62)
+        self._sessions: dict[int, Session] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def join(self, hello: wire.Hello, peer: Peer, connection: Connection) -> tuple[Session, wire.Welcome, list[int]]:
+        """Attach a process to the store and watch it by a duplicate of its pidfd."""
+        self._next += 1
+        pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
+        peer = peer._replace(pidfd=pidfd)
+        try:
+            process, welcome, fds = self._owner.join(hello, peer, connection.notify)
+        except BaseException:
+            if pidfd is not None:
+                os.close(pidfd)
+            raise
+        session = Session(self._next, peer, process, connection)
+        welcome.session = session.number
+        self._sessions[session.number] = session
+        if pidfd is not None:
+            self._loop.add_reader(pidfd, self._died, session)
+        return session, welcome, fds
+
+    def left(self, session: Session, clean: bool) -> None:
+        """The connection of a session is lost and drained."""
+        session.connection = None
+        self._tell("leave", self._owner.leave, session.process, clean)
+        if clean or session.dead:
+            self._end(session, tell=not clean)
+        elif session.peer.pidfd is None:
+            self._timers[session.number] = self._loop.call_later(self._drain_s, self._end, session)
+
+    def unmapped(self, by: Session, number: int) -> None:
+        """A process says that it has unmapped an earlier session of its own; raises KvtierError otherwise."""
+        session = self._sessions.get(number)
+        if session is None:
+            return
+        if session.peer[:3] != by.peer[:3] or session is by:
+            raise KvtierError(Code.FORBIDDEN, "expected an earlier session of this process", "session")
+        if session.connection is not None:
+            raise KvtierError(Code.BUSY, "the connection of that session is not closed and drained yet", "session")
+        self._end(session)
+
+    def close(self) -> None:
+        """Stop watching; nothing is said to the store."""
+        for session in list(self._sessions.values()):
+            self._unwatch(session)
+
+    def _died(self, session: Session) -> None:
+        """The pidfd fired. The connection may outlive the process where a child inherited it."""
+        session.dead = True
+        if session.peer.pidfd is not None:
+            self._loop.remove_reader(session.peer.pidfd)
+        if session.connection is not None:
+            session.connection.abort()
+        else:
+            self._end(session)
+
+    def _end(self, session: Session, tell: bool = True) -> None:
+        """Nothing of this session can be touched by its process any more."""
+        if session.number not in self._sessions:
+            return
+        self._unwatch(session)
+        if tell:
+            self._tell("gone", self._owner.gone, session.process)
+
+    def _unwatch(self, session: Session) -> None:
+        """Forget a session and close its pidfd."""
+        del self._sessions[session.number]
+        timer = self._timers.pop(session.number, None)
+        if timer is not None:
+            timer.cancel()
+        if session.peer.pidfd is not None:
+            self._loop.remove_reader(session.peer.pidfd)
+            os.close(session.peer.pidfd)
+
+    def _tell(self, what: str, call: Callable[..., None], *args: Any) -> None:
+        """Tell the store; its fault must not keep a session from ending."""
+        try:
+            call(*args)
+        except Exception:  # noqa: BLE001
+            _log.exception("store.%s failed", what)
