@@ -134,10 +134,12 @@ class Traffic:
         self.engines[n] = await self.attach(n)
 
     async def vanish(self, n: int, _: bytes) -> None:
-        """Its connection is lost, then the same process says hello again."""
+        """Its connection is lost, it says hello again, and then that it has unmapped what the old one held."""
         await self.let_go(n)
-        self.store.leave(self.engines[n].process, clean=False)
+        old = self.engines[n].process
+        self.store.leave(old, clean=False)
         self.engines[n] = await self.attach(n)
+        self.store.gone(old)
 
     async def reset(self, n: int, _: bytes) -> None:
         engine = self.engines[n]

@@ -19,8 +19,8 @@ LAYERS = (
     {"identity", "paths"},
     {"index", "heat", "policy", "wire", "sizing", "codec", "sources"},
     {"tiers", "device", "handshake"},
-    {"store"},
     {"mover"},
+    {"store"},
     {"server"},
     {"daemon"},
 )

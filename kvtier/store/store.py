@@ -86,8 +86,6 @@ class Store:
             raise KvtierError(Code.VERSION, f"expected protocol version {wire.VERSION}, got {hello.version}", "version")
         instance = self._instance(hello.instance, hello.scope, peer)
         process = Process(instance, peer, notify, events=hello.events)
-        for old in [p for p in instance.processes if p.left and p.peer.pid == peer.pid]:
-            self.gone(old)  # it came back: what its lost connection held is over
         instance.processes.add(process)
         instance.gone = False
         self.parts.instances[instance.scope, instance.name] = instance
