@@ -13,11 +13,10 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from transformers import GenerationConfig
 
-from kvtier.client import Cache, Client, Path
+from kvtier.client import Cache, Client, Path, page_keys
 from kvtier.engines.dynamic import cache_argument, layout_of, new_cache
 from kvtier.engines.fingerprint import fingerprint, version
 from kvtier.identity import CacheSpec
-from kvtier.keys import page_keys
 from kvtier.types import Tier, bad
 
 PAGE_TOKENS: Final = 32
@@ -220,10 +219,13 @@ class Attached:
         stored, first = 0, path.pages
         while first < last:
             with path.reserve(first, last - first, wait_ms=RESERVE_MS) as held:
-                rows = self.layout.export(cache, first, held.pages)
-                stored += sum(held.write(0, first + i, rows[i].numpy()) for i in range(held.pages))
-                if not held.pages or not held.commit():
+                if not held.pages:
                     break
+                rows = self.layout.export(cache, first, held.pages)
+                written = sum(held.write(0, first + i, rows[i].numpy()) for i in range(held.pages))
+                if not held.commit():
+                    break
+                stored += written
                 first += held.pages
         return stored
 
