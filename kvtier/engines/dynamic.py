@@ -1,0 +1,120 @@
+"""KV of a transformers DynamicCache as canonical pages and back: which models can, how their cells lie, the copies."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvtier.identity import GroupSpec
+from kvtier.types import Kind, bad
+
+LENGTH_ROPES: Final = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings whose angles depend on the length of the whole sequence: a prefix's keys would not be reusable."""
+
+
+class Layout(NamedTuple):
+    """How the KV of one model lies in pages: cells of [K rows, then V rows] by layer, then head."""
+
+    page_tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: Any
+    devices: tuple[Any, ...]
+    """Where each layer keeps its KV."""
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of a cell's K rows."""
+        return int(self.page_tokens * self.key_dim * self.dtype.itemsize)
+
+    @property
+    def group(self) -> GroupSpec:
+        """The one group of such a model."""
+        value_bytes = int(self.page_tokens * self.value_dim * self.dtype.itemsize)
+        return GroupSpec(Kind.FULL, len(self.devices), self.heads, self.key_bytes + value_bytes)
+
+    def load(self, cache: Any, pages: Any) -> None:
+        """Append the tokens of `pages` (uint8, [pages, item_bytes], in CPU memory) to a cache."""
+        count, group = len(pages), self.group
+        cells = pages.view(count, group.layers, group.heads, group.cell_bytes).permute(1, 2, 0, 3)
+        for number, device in enumerate(self.devices):
+            parts = cells[number].tensor_split([self.key_bytes], dim=-1)
+            keys, values = (part.contiguous().view(self.dtype).to(device) for part in parts)
+            shape = (1, self.heads, count * self.page_tokens)
+            cache.update(keys.view(*shape, self.key_dim), values.view(*shape, self.value_dim), number)
+
+    def export(self, cache: Any, first: int, pages: int) -> Any:
+        """Bytes of pages [first, first + pages) of a cache: uint8, [pages, item_bytes], in CPU memory."""
+        group = self.group
+        out = torch.empty((pages, group.layers, group.heads, group.cell_bytes), dtype=torch.uint8)
+        span = slice(first * self.page_tokens, (first + pages) * self.page_tokens)
+        for number, layer in enumerate(cache.layers):
+            at = 0
+            for tensor in (layer.keys, layer.values):
+                rows = tensor[0, :, span].contiguous().view(torch.uint8).reshape(group.heads, pages, -1)
+                out[:, number, :, at : at + rows.shape[-1]].copy_(rows.transpose(0, 1))
+                at += rows.shape[-1]
+        return out.view(pages, group.item_bytes)
+
+    def holds(self, cache: Any) -> bool:
+        """Whether a cache's tensors are of this layout, as under the autocast mode of the probe."""
+        return len(cache.layers) == len(self.devices) and all(
+            layer.keys.dtype == layer.values.dtype == self.dtype and layer.keys.shape[0] == 1 for layer in cache.layers
+        )
+
+
+def cache_argument(model: Any) -> str:
+    """What this model's release of transformers calls the argument that takes a cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def new_cache(model: Any) -> Any:
+    """An empty cache of the kinds of layers that the model has."""
+    return DynamicCache(config=model.config)
+
+
+def layout_of(model: Any, page_tokens: int) -> Layout:
+    """How the model's KV lies in pages, learnt from one token; raises bad_request naming what cannot be shared yet."""
+    _refuse(model.config)
+    cache = new_cache(model)
+    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
+    shapes = set()
+    for number, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer or not layer.is_initialized:
+            raise bad(f"model.layers[{number}]", "full attention with KV of its own", type(layer).__name__)
+        shapes.add((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype))
+        if layer.keys.shape[:3] != layer.values.shape[:3] or layer.values.dtype != layer.keys.dtype:
+            raise bad(f"model.layers[{number}]", "K and V of equal heads and type", tuple(layer.values.shape))
+    if len(shapes) != 1:
+        raise bad("model.layers", "layers of one shape", shapes)
+    heads, key_dim, value_dim, dtype = shapes.pop()
+    return Layout(page_tokens, heads, key_dim, value_dim, dtype, tuple(layer.keys.device for layer in cache.layers))
+
+
+def _refuse(config: Any) -> None:
+    """Raise bad_request for models whose KV of a prefix depends on what comes after it."""
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise bad("model.config.is_encoder_decoder", "a decoder-only model")
+    if getattr(text, "use_bidirectional_attention", False):
+        raise bad("model.config.use_bidirectional_attention", "causal attention")
+    for name in ("rope_parameters", "rope_scaling"):
+        kind = rope_kind(getattr(text, name, None))
+        if kind in LENGTH_ROPES:
+            raise bad(f"model.config.{name}", "rotary embeddings that do not depend on the whole length", kind)
+
+
+def rope_kind(parameters: Any) -> str:
+    """The kind of rotary embedding, or the worst of them where layers differ."""
+    if not isinstance(parameters, dict):
+        return ""
+    kinds = {str(parameters.get("rope_type") or parameters.get("type") or "")}
+    kinds |= {rope_kind(value) for value in parameters.values()}
+    return next(iter(kinds & LENGTH_ROPES), "")
