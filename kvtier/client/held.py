@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -74,6 +75,7 @@ class Slots:
     def __init__(self, cache: OpenCache, joined: Joined | None, items: Sequence[wire.Items]) -> None:
         self.cache = cache
         self._joined = joined
+        self._items = tuple(items)
         self._tables = tables(items, cache.groups) if items else {}
         self._ended = False
 
@@ -111,6 +113,26 @@ class Slots:
         return Item(self.cache.spec.groups[group], slots), found[1]
 
 
+class Share(msgspec.Struct, forbid_unknown_fields=True):
+    """A lease or reservation on its way to another process of the same instance."""
+
+    cache_id: bytes
+    start: int
+    lease: wire.Acquired | None = None
+    reservation: wire.Reserved | None = None
+
+
+def shared(raw: bytes, cache: OpenCache) -> Share:
+    """Decode what `share` gave another process; raises bad_request unless it is about this cache."""
+    try:
+        share = msgspec.msgpack.decode(raw, type=Share)
+    except msgspec.MsgspecError as exc:
+        raise bad("share", f"what share() returned ({exc})") from None
+    if cache.cache_id != share.cache_id:
+        raise bad("share", "a lease or reservation of this cache and epoch")
+    return share
+
+
 class HeldLease(Slots):
     """Pages that stay where they are, readable, until released."""
 
@@ -122,6 +144,11 @@ class HeldLease(Slots):
         self.number = reply.lease
         self.pages = reply.pages
         self._checks = checks
+
+    def share(self) -> bytes:
+        """For another process of this instance to `adopt`: it may read as long as this lease is held."""
+        items = self._items
+        return msgspec.msgpack.encode(Share(self.cache.cache_id, 0, wire.Acquired(self.number, self.pages, items)))
 
     def view(self, group: int, page: int) -> Bytes | None:
         """The item in place, read-only; None where it is absent or, if this read is verified, wrong.
@@ -191,6 +218,11 @@ class HeldReservation(Slots):
         self.waiting = 0
         """Complete pages that wait for a parent, as of the last commit."""
         self._committed = bytearray(self.pages)
+
+    def share(self) -> bytes:
+        """For another process of this instance to `adopt`: it writes and commits its own shard."""
+        reply = wire.Reserved(self.number, self.pages, self._items, self.refused)
+        return msgspec.msgpack.encode(Share(self.cache.cache_id, self.start, None, reply))
 
     def view(self, group: int, page: int) -> Bytes | None:
         """The slot to write, for items of one slot; None where the item is already stored."""

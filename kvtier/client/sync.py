@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
-from kvtier.client.held import Checks, HeldLease, HeldReservation, Verify
+from kvtier.client.held import Checks, HeldLease, HeldReservation, Share, Verify, shared
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
 from kvtier.client.synclink import SyncLink
@@ -140,6 +140,14 @@ class Cache(OpenCache):
         path = Path(self, request)
         return path.extend(keys)
 
+    def adopt(self, share: bytes) -> Lease | Reservation:
+        """What another process of this instance holds and shared: a lease to read, a reservation to fill."""
+        got = self.client.attempt(self.entering(), None)
+        told = shared(share, self) if got else Share(b"", 0)
+        if told.lease is not None:
+            return Borrowed(self, got and (got[0], told.lease))
+        return Reservation(self, told.start, (got[0], told.reservation) if got and told.reservation else None)
+
     def reset(self) -> int:
         """Move to a new epoch and free the old one; the old KV is not matched again even if the daemon is away."""
         self.client.attempt(self._resetting(), 0)
@@ -209,6 +217,14 @@ class Lease(HeldLease):
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self.release()
+
+
+class Borrowed(Lease):
+    """A lease that another process of the instance holds: read here, released there."""
+
+    def release(self) -> None:
+        """Only this process's own reading ends."""
+        self._ended = True
 
 
 class Reservation(HeldReservation):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 MAX_PATHS = 4096
 MAX_PATH_BYTES = 256 << 20
 MAX_FINISHED = 4096
+WHOLE = 1 << 63
+"""The bit of processes that hold whole items (or, like a scheduler beside its workers, write none)."""
 
 
 class Path:
@@ -46,7 +48,7 @@ class Lease:
 
 
 class Rank(NamedTuple):
-    """Which shard of a cache one process holds; bit 0 for processes that hold whole items."""
+    """Which shard of a cache one process holds, as a bit of its pages' marks."""
 
     bit: int
     slices: tuple[Slice, ...]
@@ -131,12 +133,14 @@ class Instance:
             self.finished.popitem(last=False)
 
     def join_shard(self, cache: Cache, msg: Open) -> Rank:
-        """The shard a process declares, checked against the others of the instance.
+        """The shard a process declares, checked against the others of the instance; WHOLE without slices.
 
         Equal slices are replicas of one shard: one copy is stored, any of them may write it.
         """
         slices = msg.slices or tuple(Slice(0, g.layers, 0, g.heads) for g in cache.spec.groups)
         check_slices(cache.spec, msg, slices)
+        if not msg.slices:
+            return Rank(WHOLE, slices)
         known = self.shards.setdefault(cache.number, [])
         for rank in known:
             if rank.slices == slices:
@@ -153,7 +157,7 @@ class Instance:
         """Bits of the shards that together cover every cell; 0 while some are missing."""
         known = self.shards.get(cache.number, ())
         for number, group in enumerate(cache.spec.groups):
-            if sum(rank.slices[number].cells for rank in known) != group.layers * group.heads:
+            if not known or sum(rank.slices[number].cells for rank in known) != group.layers * group.heads:
                 return 0
         mask = 0
         for rank in known:

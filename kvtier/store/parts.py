@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections import Counter
 
@@ -37,7 +38,8 @@ class Parts:
         self.ids: dict[bytes, Cache] = {}
         self.epochs: dict[bytes, int] = {}
         """Newest epoch of each cache without its epoch (base_id); disk keeps them across restarts."""
-        self.numbers = itertools.count(1)
+        self.numbers = itertools.count(secrets.randbits(40) << 20)
+        """Handles, leases, reservations: begun at random, so that one of an earlier daemon is never somebody else's."""
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
         self.waiting: set[Reservation] = set()

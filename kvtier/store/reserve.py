@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.store.instance import Instance, Process
+from kvtier.store.instance import WHOLE, Instance, Process
 from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 
@@ -61,7 +61,7 @@ class Reservation:
             if self.state[at] != OPEN:
                 continue
             self.marks[at] |= rank.bit
-            if full and self.marks[at] & full == full:
+            if self.marks[at] & WHOLE or (full and self.marks[at] & full == full):
                 self.state[at] = HASHING
                 out.append(at)
         return out

@@ -1,0 +1,129 @@
+"""An engine as a process of its own: does what lines on its standard input say, answers one line each.
+
+A page of a path holds bytes that follow from the path, so that any process can tell right KV from wrong.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import sys
+from typing import Any
+
+import numpy as np
+
+from kvtier.client import Client, page_keys
+from kvtier.identity import CacheSpec, GroupSpec, Slice
+from kvtier.types import Kind
+
+LAYERS, HEADS, CELL = 2, 8, 4096
+SPEC = CacheSpec("m", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, LAYERS, HEADS, CELL),))
+
+
+def path_keys(pages: list[int]) -> bytes:
+    """Page keys of pages that repeat one token."""
+    return page_keys(SPEC, np.repeat(np.array(pages, np.int32), SPEC.page_tokens))
+
+
+def content(keys: bytes) -> np.ndarray:
+    """The canonical page at the end of a path: layers x heads x cell."""
+    seed = int.from_bytes(hashlib.sha256(keys).digest()[:8], "little")
+    return np.random.default_rng(seed).integers(0, 256, (LAYERS, HEADS, CELL), dtype=np.uint8)
+
+
+class Process:
+    """One rank (or the scheduler, without a rank) of an instance."""
+
+    def __init__(self, socket: str, instance: str, rank: int, world: int) -> None:
+        self.client = Client(socket, instance=instance, timeout_s=5.0, verify="always")
+        per = HEADS // max(1, world)
+        self.slice = Slice(0, LAYERS, rank * per, (rank + 1) * per) if rank >= 0 else None
+        slices = (self.slice,) if self.slice else ()
+        self.cache = self.client.open(SPEC, rank=rank, world=max(1, world), slices=slices)
+        self.held: list[Any] = []
+
+    def match(self, pages: list[int]) -> dict[str, Any]:
+        path = self.cache.match(path_keys(pages))
+        return {"pages": path.pages, "pending": path.pending}
+
+    def reserve(self, pages: list[int]) -> dict[str, Any]:
+        """Reserve all of a path and keep it."""
+        path = self.cache.match(path_keys(pages))
+        reserved = path.reserve(0, len(pages), wait_ms=200)
+        self.held.append((path, reserved))
+        share = base64.b64encode(reserved.share()).decode()
+        return {"pages": reserved.pages, "refused": str(reserved.refused), "share": share}
+
+    def adopt(self, share: str) -> dict[str, Any]:
+        """Take up what another process of the instance holds."""
+        held = self.cache.adopt(base64.b64decode(share))
+        self.held.append((None, held))
+        return {"pages": held.pages}
+
+    def fill(self, pages: list[int]) -> dict[str, Any]:
+        """Write this process's part of the last reservation, and commit it."""
+        _, reserved = self.held[-1]
+        keys, stride = path_keys(pages), SPEC.stride
+        for page in range(reserved.pages):
+            data = content(keys[: (page + 1) * stride])
+            if self.slice:
+                data = np.ascontiguousarray(data[:, self.slice.h0 : self.slice.h1])
+            reserved.write(0, page, data.reshape(-1))
+        return {"published": reserved.commit()}
+
+    def put(self, pages: list[int]) -> dict[str, Any]:
+        self.reserve(pages)
+        answer = self.fill(pages)
+        self.held.pop()
+        return answer
+
+    def acquire(self, pages: list[int]) -> dict[str, Any]:
+        """Lease a path and keep the lease."""
+        path = self.cache.match(path_keys(pages))
+        lease = path.acquire(wait_ms=5000)
+        self.held.append((path, lease))
+        return {"pages": lease.pages, "share": base64.b64encode(lease.share()).decode()}
+
+    def get(self, pages: list[int]) -> dict[str, Any]:
+        """Lease, read, compare every byte, release."""
+        with self.cache.match(path_keys(pages)).acquire(wait_ms=5000) as lease:
+            self.held.append((None, lease))
+            return self.read(pages)
+
+    def read(self, pages: list[int]) -> dict[str, Any]:
+        """Compare every byte of the lease that was taken last, and let it go."""
+        lease = self.held.pop()[1]
+        keys, stride = path_keys(pages), SPEC.stride
+        right = 0
+        for page in range(lease.pages):
+            out = np.empty(LAYERS * HEADS * CELL, np.uint8)
+            if not lease.read(0, page, out):
+                break
+            same = np.array_equal(out.reshape(LAYERS, HEADS, CELL), content(keys[: (page + 1) * stride]))
+            right += same
+            if not same:
+                return {"pages": lease.pages, "right": right, "wrong": page}
+        return {"pages": lease.pages, "right": right}
+
+    def flush(self, _: list[int]) -> dict[str, Any]:
+        return {"durable": self.cache.flush(20.0)}
+
+    def drop(self, _: list[int]) -> dict[str, Any]:
+        """Let everything go."""
+        for _, each in self.held:
+            (each.abort if hasattr(each, "abort") else each.release)()
+        self.held.clear()
+        return {}
+
+
+def main() -> None:
+    socket, instance, rank, world = sys.argv[1:5]
+    process = Process(socket, instance, int(rank), int(world))
+    for line in sys.stdin:
+        verb, pages = json.loads(line)
+        print(json.dumps(getattr(process, verb)(pages)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
