@@ -77,8 +77,8 @@ QUESTIONS: Final = (
 
 STORY: Final = (
     "The old gardener had kept a diary of the balcony for forty years. On the first page she had written down the "
-    "date, the weather, and a single rule that she never broke. When her grandson found the diary he sat down between the "
-    'boxes, opened it and read aloud: "The most important thing about growing food in the air is'
+    "date, the weather, and a single rule that she never broke. When her grandson found the diary he sat down between "
+    'the boxes, opened it and read aloud: "The most important thing about growing food in the air is'
 )
 SEEDS: Final = (11, 12, 13, 14)
 
