@@ -12,13 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from kvtier.client import Client  # noqa: E402
-
-from kvtier.demo.daemon import Daemon  # noqa: E402
-from kvtier.engines.dynamic import Layout, cache_argument, layout_of, new_cache, rope_kind  # noqa: E402
-from kvtier.engines.fingerprint import fingerprint, version  # noqa: E402
-from kvtier.engines.transformers import Attached, attach  # noqa: E402
-from kvtier.types import KvtierError  # noqa: E402
+from kvtier.client import Client
+from kvtier.demo.daemon import Daemon
+from kvtier.engines.dynamic import Layout, cache_argument, layout_of, new_cache, rope_kind
+from kvtier.engines.fingerprint import fingerprint, version
+from kvtier.engines.transformers import Attached, attach
+from kvtier.types import KvtierError
 
 PAGE = 16
 GREEDY = {"max_new_tokens": 12, "do_sample": False}

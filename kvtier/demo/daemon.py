@@ -61,6 +61,12 @@ class Daemon:
         """Whether the process is there."""
         return self._process is not None and self._process.poll() is None
 
+    def broken_invariants(self) -> list[str]:
+        """What `kvtierctl check` complains of."""
+        command = [sys.executable, "-m", "kvtier.ctl", "--socket", str(self.socket.with_name("admin.sock")), "check"]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # noqa: S603
+        return (done.stdout + done.stderr).splitlines() if done.returncode else []
+
     def kill(self) -> None:
         """Kill -9, and reap."""
         if self._process is not None:

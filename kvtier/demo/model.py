@@ -129,7 +129,7 @@ def random_model(seed: int = 0) -> Subject:
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for tensor in model.parameters():
-            if tensor.ndim == 2:  # noqa: PLR2004 - matrices
+            if tensor.ndim == 2:
                 tensor.mul_(4)  # so that rounding does not choose the tokens
     return Subject(
         model,
