@@ -281,7 +281,8 @@ def test_failures_inside_lmdb_are_survived(tmp_path, call, when):
     folder = tmp_path / "d"
     with Owner(folder, CAPACITY):
         pass
-    words = ["strace", "-f", "-o", str(tmp_path / "log"), "-e", f"trace={call}", "-P", str(folder / "catalogue" / "data.mdb"),
+    data = folder / "catalogue" / "data.mdb"
+    words = ["strace", "-f", "-o", str(tmp_path / "log"), "-P", str(data), "-e", f"trace={call}",
              "-e", f"inject={call}:error=EIO:when={when}",
              sys.executable, "-m", "tests.diskwriter_slow", str(folder), "12"]  # fmt: skip
     said = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True).stdout
