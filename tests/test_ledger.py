@@ -54,7 +54,7 @@ class Model(RuleBasedStateMachine):
             return
         self.ledger.publish(run)
         self.records[run.key] = value
-        self.live[run.id] = set(range(run.pages))
+        self.live[run.id] = {page for page, _ in have}
         for page in range(run.pages):
             for group in range(2):
                 place = self.ledger.find(run.id << 6 | page, group)

@@ -76,6 +76,7 @@ class Catalogue:
     def commit(self, changes: Iterable[Change]) -> None:
         """Apply all changes in one transaction, durable when this returns; raises lmdb.Error and changes nothing."""
         changes = list(changes)
+        reopened = False
         while True:
             try:
                 with self._env.begin(write=True) as txn:
@@ -87,9 +88,11 @@ class Catalogue:
             except lmdb.MapFullError:
                 if not self._grow():
                     raise
-            except lmdb.PanicError:
-                self.reopen()
-                raise
+            except lmdb.PanicError:  # after a meta page could not be written LMDB refuses all further work
+                if reopened:
+                    raise
+                self._reopen()
+                reopened = True
             else:
                 return
 
@@ -101,8 +104,7 @@ class Catalogue:
                 self._env.set_mapsize(min(2 * size, self._limit))
             return size < self._limit
 
-    def reopen(self) -> None:
-        """Open again after LMDB refused all further work; what it holds was durable."""
+    def _reopen(self) -> None:
         with self._remap:
             self._env.close()
             self._open()

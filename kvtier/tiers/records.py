@@ -122,8 +122,8 @@ class Run:
         """Concatenated page keys; dropped once the index has them."""
         self.chains = b""
         """Concatenated chain keys; dropped once the index has them; empty in keyed caches."""
-        self.live = (1 << pages) - 1
-        """Bit i: page i is still stored."""
+        self.live = 0
+        """Bit i: page i is still stored (a page of which no group has an item never was)."""
         self.trimmed = False
         """Whether the catalogue holds a mask for this run."""
         self.cells: tuple[array[int], ...] = ()
@@ -248,6 +248,9 @@ def place(run: Run, groups: Sequence[Placed]) -> None:
         parts.append(flat)
         sums.append(own)
     run.cells, run.parts, run.sums = tuple(cells), tuple(parts), tuple(sums)
+    run.live = 0
+    for placed in groups:
+        run.live |= placed.present
 
 
 def _spread(pages: int, count: int, present: int, flat: array[int], have: array[int]) -> tuple[array[int], array[int]]:

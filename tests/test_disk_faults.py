@@ -1,0 +1,296 @@
+"""Failing calls: refused by name, nothing half done, hits go on, and writing works again without a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from kvtier.identity import GroupSpec, chain_keys
+from kvtier.tiers.extentfile import Calls
+from kvtier.types import Kind
+from tests import powercut
+from tests.diskkit import KIB, MIB, Owner, spec
+from tests.diskwriter import CAPACITY, SPEC
+from tests.test_disk_crash import ROOT, Promises
+
+
+class Failing(Calls):
+    """The real calls, of which chosen ones fail, or wait at a gate."""
+
+    def __init__(self, **errors: int) -> None:
+        self.errors = errors
+        self.gate = threading.Event()
+        self.gate.set()
+        for name in ("pwritev", "preadv", "fdatasync", "fallocate"):
+            setattr(self, name, self.wrap(name, getattr(os, "posix_" + name if name == "fallocate" else name)))
+
+    def wrap(self, name: str, real):
+        def call(*args):
+            if name != "preadv":
+                self.gate.wait()
+            if name in self.errors:
+                raise OSError(self.errors[name], os.strerror(self.errors[name]))
+            return real(*args)
+
+        return call
+
+
+def outcome(owner: Owner, cache: int, seed: int, **more) -> tuple[int | None, str]:
+    """Write a run and wait for its end, good or bad."""
+    assert owner.submit(cache, seed, owner.items(cache, seed, 4), keys=owner.keys(cache, seed, 4), **more)
+    owner.wait(lambda: seed in owner.results)
+    return owner.results.pop(seed)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "code"),
+    [
+        ("pwritev", errno.EIO, "io"),
+        ("pwritev", errno.ENOSPC, "no_space"),
+        ("fdatasync", errno.EIO, "io"),
+        ("fdatasync", errno.ENOSPC, "no_space"),
+        ("fallocate", errno.EIO, "io"),
+        ("fallocate", errno.EROFS, "io"),
+    ],
+)
+def test_a_failed_write_is_named_and_leaves_nothing(tmp_path, call, error, code):
+    """Cells return, reads go on, the state names the error until a write works again."""
+    calls = Failing()
+    with Owner(tmp_path / "d", calls=calls) as owner:
+        cache = owner.cache()
+        kept = owner.write(cache, 1, 4)
+        calls.errors[call] = error
+        # a slab that is backed already needs no fallocate: fill it
+        if call == "fallocate":
+            for seed in range(2, 5):
+                outcome(owner, cache, seed)
+        used = owner.tier.used_bytes
+        assert outcome(owner, cache, 50) == (None, code)
+        assert owner.tier.state == "sick"
+        assert owner.tier.sick == errno.errorcode[error]
+        assert owner.tier.used_bytes == used
+        assert owner.tier.check() == []
+        assert owner.read(cache, kept, 1, 4) == [""] * 4
+        calls.errors.clear()
+        assert outcome(owner, cache, 51)[1] == ""
+        assert (owner.tier.state, owner.tier.sick) == ("ready", "")
+        assert owner.tier.check() == []
+    with Owner(tmp_path / "d") as owner:
+        assert 50 not in {run.id for run, _, _ in owner.runs}
+        assert owner.read(cache, kept, 1, 4) == [""] * 4
+
+
+def test_sickness_asks_for_another_try(tmp_path, monkeypatch):
+    """A tier that nobody dares write to would stay sick for ever: after a while it says so no longer."""
+    from kvtier.tiers import health
+
+    calls = Failing(pwritev=errno.EIO)
+    with Owner(tmp_path / "d", calls=calls) as owner:
+        cache = owner.cache()
+        assert outcome(owner, cache, 1) == (None, "io")
+        assert owner.tier.sick == "EIO"
+        monkeypatch.setattr(health, "RETRY_S", 0.0)
+        assert owner.tier.sick == ""
+        assert owner.tier.state == "sick"
+
+
+def test_a_child_is_not_durable_without_its_parent(tmp_path):
+    """A run queued behind one that fails, and its children too, fail with it; strangers do not."""
+    calls = Failing()
+    with Owner(tmp_path / "d", calls=calls, linger_s=0.05) as owner:
+        cache = owner.cache()
+        owner.flush()
+        calls.gate.clear()
+        chain, stride = b"p" * 16, spec().stride
+        for seed in (1, 2, 3):
+            keys = owner.keys(cache, seed, 4)
+            chains = chain_keys(chain, keys, stride)
+            items = owner.items(cache, seed, 4)
+            assert owner.submit(cache, seed, items, keys=keys, parent=chain, depth=seed * 4, chains=chains)
+            chain = chains[-16:]
+        assert owner.submit(cache, "stranger", owner.items(cache, 9, 4), keys=owner.keys(cache, 9, 4))
+        real, first = calls.pwritev, owner.items(cache, 1, 1)[0].views[0].tobytes()
+
+        def fail_first(fd, views, offset):
+            if bytes(views[0][:64]) == first[:64]:
+                raise OSError(errno.EIO, "injected")
+            return real(fd, views, offset)
+
+        calls.pwritev = fail_first
+        calls.gate.set()
+        owner.wait(lambda: len(owner.results) == 4)
+        assert [owner.results[seed][1] for seed in (1, 2, 3)] == ["io"] * 3
+        assert owner.results["stranger"][1] == ""
+        assert owner.tier.check() == []
+        # the owner knows now: what it writes in spite of that is its own affair
+        owner.results.clear()
+        keys = owner.keys(cache, 2, 4)
+        parent = chain_keys(b"p" * 16, owner.keys(cache, 1, 4), stride)[-16:]
+        assert owner.submit(cache, 2, owner.items(cache, 2, 4), keys=keys, parent=parent)
+        owner.wait(lambda: owner.results)
+        assert owner.results[2][1] == ""
+
+
+def test_a_failed_read_costs_that_item_only(tmp_path):
+    """EIO in a call for many items: each is read by itself, and only the bad one is io."""
+    calls = Failing()
+    with Owner(tmp_path / "d", calls=calls) as owner:
+        cache = owner.cache()
+        run = owner.write(cache, 1, 8)
+        bad, real = owner.tier._ledger.find(run << 6 | 5, 0).cells[0] * 4096, calls.preadv
+
+        def preadv(fd, views, offset):
+            if offset <= bad < offset + sum(map(len, views)):
+                raise OSError(errno.EIO, "injected")
+            return real(fd, views, offset)
+
+        calls.preadv = preadv
+        assert owner.read(cache, run, 1, 8) == [""] * 5 + ["io"] + [""] * 2
+        assert owner.tier.stats["io_errors"] == 1
+
+
+def test_short_calls_are_finished(tmp_path):
+    """The kernel may move less than asked: the rest follows."""
+    calls = Failing()
+    pwritev, preadv = calls.pwritev, calls.preadv
+    calls.pwritev = lambda fd, views, offset: pwritev(fd, [views[0][:4096]], offset)
+    calls.preadv = lambda fd, views, offset: preadv(fd, [views[0][:8192]], offset)
+    with Owner(tmp_path / "d", calls=calls) as owner:
+        cache = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, 30001)))
+        run = owner.write(cache, 1, 8)
+        assert owner.read(cache, run, 1, 8) == [""] * 8
+
+
+def test_space_that_the_file_system_lacks_is_not_tried_for_a_while(tmp_path, monkeypatch):
+    """ENOSPC behind one slab: what is free elsewhere is used, accounts stay exact, and later it is tried again."""
+    from kvtier.tiers import disk
+
+    calls = Failing()
+    with Owner(tmp_path / "d", 1 * MIB, slab_bytes=64 * KIB, calls=calls) as owner:
+        cache = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, 4 * KIB)))
+        runs = [owner.write(cache, seed, 4) for seed in range(4)]  # one slab
+        calls.errors["fallocate"] = errno.ENOSPC
+        for seed in range(10, 25):
+            assert outcome(owner, cache, seed) == (None, "no_space")
+        assert not owner.submit(cache, "none", owner.items(cache, 30, 4), keys=owner.keys(cache, 30, 4))
+        assert owner.tier.refusal == "no_space"
+        assert owner.tier.stats["parked_bytes"] == owner.tier.free_bytes == 15 * 64 * KIB
+        owner.tier.free([runs[0] << 6 | page for page in range(4)])
+        assert owner.flush() == ""
+        assert outcome(owner, cache, 31)[1] == ""
+        assert owner.tier.state == "ready"
+        calls.errors.clear()
+        assert not owner.submit(cache, "none", owner.items(cache, 30, 4), keys=owner.keys(cache, 30, 4))
+        monkeypatch.setattr(disk, "UNPARK_S", 0.0)
+        assert outcome(owner, cache, 32)[1] == ""
+        assert owner.tier.stats["parked_bytes"] == 0
+
+
+@contextlib.contextmanager
+def no_file_beyond(size: int):
+    """No file of this process can grow past this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_catalogue_that_cannot_grow_refuses_and_recovers(tmp_path):
+    """LMDB's own write fails: the run is refused by name, freed cells wait, and all is well once there is room."""
+    with Owner(tmp_path / "d", 1 * MIB, slab_bytes=64 * KIB) as owner:
+        cache = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, 4 * KIB), page_tokens=1024))
+        runs = [owner.write(cache, seed, 4) for seed in range(6)]
+        size = owner.tier.stats["catalogue_bytes"]
+        refused = 0
+        with no_file_beyond(size):
+            for seed in range(10, 16):
+                refused += outcome(owner, cache, seed) == (None, "no_space")
+                assert owner.tier.check() == []
+            assert refused
+            assert owner.tier.sick == "EFBIG"
+            owner.tier.free([runs[0] << 6 | page for page in range(4)])
+            said = []
+            owner.tier.flush(said.append)
+            owner.wait(lambda: said)
+            assert owner.read(cache, runs[1], 1, 4) == [""] * 4
+        assert owner.flush() == ""
+        assert owner.tier.freeing_bytes == 0
+        assert outcome(owner, cache, 20)[1] == ""
+        assert owner.tier.state == "ready"
+    with Owner(tmp_path / "d", 1 * MIB) as owner:
+        assert runs[0] not in {run.id for run, _, _ in owner.runs}
+        assert owner.tier.used_bytes == sum(run.pages for run, _, _ in owner.runs) * 4 * KIB
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 6 MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(where)], capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield where
+    subprocess.run(["umount", str(where)], check=True)
+
+
+def test_a_full_file_system_is_refused_by_name(small_disk):
+    """Capacity was promised that the file system does not have: named, hits go on, evict-then-write goes on."""
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(2 * MIB))
+    with Owner(small_disk / "d", 64 * MIB, slab_bytes=256 * KIB) as owner:
+        cache = owner.cache()
+        runs, refused = {}, 0
+        for seed in range(400):
+            if not owner.submit(cache, seed, owner.items(cache, seed, 4), keys=owner.keys(cache, seed, 4)):
+                break
+            owner.wait(lambda at=seed: at in owner.results)
+            run, error = owner.results.pop(seed)
+            if run is None:
+                assert error == "no_space"
+                refused += 1
+            else:
+                runs[run] = seed
+        assert refused > 0
+        assert owner.tier.check() == []
+        for run, seed in runs.items():
+            assert owner.read(cache, run, seed, 4) == [""] * 4
+        gone = next(iter(runs))
+        owner.tier.free([gone << 6 | page for page in range(4)])
+        assert owner.flush() == ""
+        assert outcome(owner, cache, 1000)[1] == ""
+
+
+@pytest.mark.skipif(not powercut.works(), reason="needs strace, and leave to trace")
+@pytest.mark.parametrize(
+    ("call", "when"),
+    [("pwrite64", n) for n in (3, 9, 14, 15, 16)]
+    + [("fdatasync", n) for n in (1, 3, 9)]
+    + [("writev", n) for n in (1, 3)],
+)
+def test_failures_inside_lmdb_are_survived(tmp_path, call, when):
+    """EIO in any of LMDB's calls, its meta page included: refused by name, then it works again; no promise breaks."""
+    folder = tmp_path / "d"
+    with Owner(folder, CAPACITY):
+        pass
+    data = folder / "catalogue" / "data.mdb"
+    words = ["strace", "-f", "-o", str(tmp_path / "log"), "-P", str(data), "-e", f"trace={call}",
+             "-e", f"inject={call}:error=EIO:when={when}",
+             sys.executable, "-m", "tests.diskwriter_slow", str(folder), "12"]  # fmt: skip
+    said = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    promises = Promises()
+    promises.hear("".join(line for line in said.splitlines(keepends=True) if line[0] == "+"))
+    assert "INJECTED" in (tmp_path / "log").read_text()
+    assert len(promises.runs) >= 11, said
+    with Owner(folder, CAPACITY) as owner:
+        promises.kept_by(owner)
+        assert owner.cache(SPEC) == 1
+        owner.write(1, 500, 2)
