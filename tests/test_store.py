@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 
+from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
 from kvtier.store import Store

@@ -1,4 +1,4 @@
-"""Random traffic of several engines over small tiers: invariants after each step, right bytes, durable means durable."""
+"""Random traffic of engines over small tiers: invariants after each step, right bytes, durable means durable."""
 
 from __future__ import annotations
 
