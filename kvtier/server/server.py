@@ -207,6 +207,7 @@ class Server:
         def closed(clean: bool) -> None:
             sessions.left(session, clean)
 
+        await sessions.end_earlier(peer, hello.unmapped)
         connection = Connection(self._shared, serve, closed)
         session, welcome, fds = sessions.join(hello, peer, connection)
         try:
