@@ -53,6 +53,8 @@ class Hello(Message):
     """Trust scope label; empty means this process's uid."""
     events: bool = False
     """Whether this connection wants events (Durable)."""
+    unmapped: tuple[int, ...] = ()
+    """Sessions of this process that are over, as in Unmapped: they end before this one begins."""
 
 
 class ArenaInfo(Message):

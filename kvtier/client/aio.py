@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 from kvtier import wire
 from kvtier.client.asynclink import AsyncLink
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
-from kvtier.client.held import Checks, HeldLease, HeldReservation, Verify
+from kvtier.client.held import Checks, HeldLease, HeldReservation, Share, Verify, shared
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
 from kvtier.identity import CacheSpec, Slice
@@ -117,6 +117,14 @@ class AsyncCache(OpenCache):
         """Longest cached prefix of a path of page keys; pins nothing."""
         return await AsyncPath(self, request).extend(keys)
 
+    async def adopt(self, share: bytes) -> AsyncLease | AsyncReservation:
+        """What another process of this instance holds and shared: a lease to read, a reservation to fill."""
+        got = await self.client.attempt(self.entering(), None)
+        told = shared(share, self) if got else Share(b"", 0)
+        if told.lease is not None:
+            return AsyncBorrowed(self, got and (got[0], told.lease))
+        return AsyncReservation(self, told.start, (got[0], told.reservation) if got and told.reservation else None)
+
     async def reset(self) -> int:
         """Move to a new epoch and free the old one; see sync.Cache.reset."""
         await self.client.attempt(self._resetting(), 0)
@@ -190,6 +198,14 @@ class AsyncLease(HeldLease):
         self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.release()
+
+
+class AsyncBorrowed(AsyncLease):
+    """See sync.Borrowed."""
+
+    async def release(self) -> None:
+        """Only this process's own reading ends."""
+        self._ended = True
 
 
 class AsyncReservation(HeldReservation):

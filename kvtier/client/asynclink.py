@@ -203,7 +203,7 @@ class AsyncLink:
             sock = await self._dial()
             try:
                 daemon = Daemon(sock)
-                await send_first(sock, hello_frame(self.who), [])
+                await send_first(sock, hello_frame(self.who, self.recovery.unmapped()), [])
                 await receive_first(sock, first)
                 stream = _Stream(self, welcomed(first, daemon))
                 await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=sock)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvtier import wire
 from kvtier.client.caches import OpenCache
 from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, rows
-from kvtier.client.link import Away, Call, Joined, Post, Steps
+from kvtier.client.link import Away, Call, Join, Joined, Post, Steps
 from kvtier.identity import Slice
 from kvtier.types import Code, KvtierError, bad
 
@@ -88,6 +88,21 @@ class Slots:
         """Raise Away unless this was given on that connection."""
         if self._joined is not joined or self._ended:
             raise Away("what the transfer is about was lost with an earlier connection, or given back")
+
+    def _giving_back(self, message: wire.Message | None) -> Steps[None]:
+        """Say once that this is over, on another connection too: the daemon knows it by its instance.
+
+        Not to another daemon, to which its number would mean something else.
+        """
+        ended, self._ended = self._ended, True
+        joined = self._joined
+        if ended or joined is None or message is None:
+            return
+        if not joined.alive:
+            joined = cast("Joined", (yield Join()))
+            if self._joined is None or self._joined.daemon.gone or joined.daemon.pid != self._joined.daemon.pid:
+                return
+        yield Post(joined, message)
 
     def _offsets(self, group: int, page: int) -> tuple[npt.NDArray[np.int64], int] | None:
         """Slot offsets and checksum of one item; None where it is not here."""
@@ -196,9 +211,7 @@ class HeldLease(Slots):
 
     def _releasing(self) -> Steps[None]:
         """Give the lease back; its views must not be used any more."""
-        if self._joined is not None and self.number and not self._ended and self._joined.alive:
-            yield Post(self._joined, wire.Release(self.number))
-        self._ended = True
+        yield from self._giving_back(wire.Release(self.number) if self.number else None)
 
 
 class HeldReservation(Slots):
@@ -262,10 +275,8 @@ class HeldReservation(Slots):
 
     def _aborting(self) -> Steps[None]:
         """Give back what is not committed; its slots must not be touched any more."""
-        if self._holds() and not all(self._committed):
-            assert self._joined is not None
-            yield Post(self._joined, wire.Abort(self.number))
-        self._ended = True
+        open_pages = self.number and not all(self._committed)
+        yield from self._giving_back(wire.Abort(self.number) if open_pages else None)
 
     def _open_item(self, group: int, page: int) -> tuple[Item, int] | None:
         """The item, unless it was committed: its bytes never change after that."""

@@ -161,9 +161,10 @@ def undo(reply: wire.Message | None) -> wire.Message | None:
     return None
 
 
-def hello_frame(who: Identity) -> bytes:
+def hello_frame(who: Identity, unmapped: list[Joined]) -> bytes:
     """The first frame of a connection."""
-    return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events), 1)
+    over = tuple(old.welcome.session for old in unmapped)
+    return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
 
 
 def first_reply(first: FirstFrame, expect: type[R]) -> R:
@@ -194,14 +195,13 @@ class Recovery:
         return bool(self._lost)
 
     def begin(self, lost: Joined | None, now: float) -> None:
-        """An attempt to connect; unmaps what nothing refers to. Raises Away where it is not due."""
+        """An attempt to connect. Raises Away where it is not due."""
         if lost is not None:
             self._lost.append(lost)
         if self.closed:
             raise Away("this client is closed")
         if now < self._next:
             raise Away("the daemon is away; the next attempt to connect is not due yet")
-        self.unmapped()
 
     def until(self, deadline: float, now: float) -> float:
         """When the attempt ends: only the first one may take its caller's time."""
@@ -225,7 +225,7 @@ class Recovery:
         self._delay, self._next = BACKOFF_S[0], 0.0
 
     def unmapped(self) -> list[Joined]:
-        """Lost connections whose arenas are unmapped, which the daemon has yet to be told."""
+        """Unmap what nothing refers to: lost connections without arenas, of which the daemon has yet to be told."""
         return [old for old in self._lost if old.arenas.unmap()]
 
     def told(self, old: Joined, refusal: KvtierError | None = None) -> None:

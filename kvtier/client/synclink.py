@@ -153,7 +153,7 @@ class SyncLink:
         sock = wait_dial(self.path, deadline)
         try:
             daemon = Daemon(sock)
-            first = ask(sock, hello_frame(self.who), [], deadline)
+            first = ask(sock, hello_frame(self.who, self.recovery.unmapped()), [], deadline)
             try:
                 return Pipe(sock, welcomed(first, daemon))
             finally:

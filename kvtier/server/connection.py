@@ -51,6 +51,8 @@ class Shared:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.connections: set[Connection] = set()
+        self.arriving = 0
+        """Accepted sockets on which no frames flow yet."""
         self.buffered = 0
         self.tasks: set[asyncio.Future[wire.Message]] = set()
         """Requests in flight, of all connections."""
@@ -59,7 +61,8 @@ class Shared:
         self.emptied.set()
 
     def add(self, connection: Connection) -> None:
-        """Count a connection."""
+        """Count a connection, which has arrived."""
+        self.arriving -= 1
         self.connections.add(connection)
         self.emptied.clear()
 

@@ -45,7 +45,9 @@ class Server:
         self._admin_path = admin
         self._limits = limits or Limits()
         self._shared = Shared(self._limits)
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._greeting: set[asyncio.Task[bool]] = set()
+        self._receiving: set[asyncio.Task[bool] | None] = set()
+        """Those of them that wait for their peer: the rest end by themselves, and must not be cut off half-way."""
         self._listeners: list[Listener] = []
         self._closing = False
         self._lock = lock
@@ -79,16 +81,18 @@ class Server:
         self._closing = True
         self._stop_listening()
         self._sweeper.cancel()
-        for task in self._greeting:
-            task.cancel()
+        for task in list(self._receiving):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*self._greeting, return_exceptions=True)
         for connection in list(self._shared.connections):
             connection.abort()
-        await asyncio.gather(*self._greeting, return_exceptions=True)
         await self._shared.emptied.wait()
         await asyncio.gather(*self._shared.tasks, return_exceptions=True)
         self.sessions.close()
         if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
     def _stop_listening(self) -> None:
         """Close the listening sockets."""
@@ -104,7 +108,7 @@ class Server:
 
     def _full(self, sock: socket.socket) -> bool:
         """Whether there is no room for another connection; it is told so."""
-        if len(self._shared.connections) + len(self._greeting) < self._limits.connections:
+        if len(self._shared.connections) + self._shared.arriving < self._limits.connections:
             return False
         error = KvtierError(Code.BUSY, f"{self._limits.connections} connections are open")
         try_send(sock, error_frame(0, error))
@@ -120,30 +124,37 @@ class Server:
         connection = Connection(self._shared, self._serve_admin, lambda _clean: None)
         self._spawn(sock, self._adopt(sock, connection))
 
-    def _spawn(self, sock: socket.socket, greeting: Coroutine[None, None, None]) -> None:
-        """Run what comes before frames flow."""
+    def _spawn(self, sock: socket.socket, greeting: Coroutine[None, None, bool]) -> None:
+        """Run what comes before frames flow; its result says whether they do."""
         if self._full(sock):
             greeting.close()
             return
         task = self._loop.create_task(greeting)
+        self._shared.arriving += 1
         self._greeting.add(task)
-        task.add_done_callback(self._greeting.discard)
+        task.add_done_callback(self._greeted)
 
-    async def _adopt(self, sock: socket.socket, connection: Connection) -> None:
+    def _greeted(self, task: asyncio.Task[bool]) -> None:
+        """A greeting has ended."""
+        self._greeting.discard(task)
+        if task.cancelled() or task.exception() is not None or not task.result():
+            self._shared.arriving -= 1
+
+    async def _adopt(self, sock: socket.socket, connection: Connection) -> bool:
         """Let frames flow on a raw socket."""
         await self._loop.connect_accepted_socket(lambda: connection, sock)
+        return True
 
     # -- the first frame ---------------------------------------------------------------------------------------
 
-    async def _greet(self, sock: socket.socket) -> None:
+    async def _greet(self, sock: socket.socket) -> bool:
         """Serve the first frame of an engine's connection; a fault closes this connection alone."""
         first = FirstFrame()
         peer: Peer | None = None
         adopted = False
         try:
             peer = peer_of(sock)
-            async with asyncio.timeout(self._limits.first_frame_s):
-                await receive_first(sock, first)
+            await self._receive(sock, first)
             adopted = await self._first(sock, first, peer)
         except KvtierError as exc:
             try_send(sock, error_frame(first.header.request if first.header else 0, exc))
@@ -158,6 +169,17 @@ class Server:
                 sock.close()
             if peer is not None and peer.pidfd is not None:
                 os.close(peer.pidfd)
+        return adopted
+
+    async def _receive(self, sock: socket.socket, first: FirstFrame) -> None:
+        """Wait for a first frame, for a bounded time."""
+        task: asyncio.Task[bool] | None = asyncio.current_task()
+        self._receiving.add(task)
+        try:
+            async with asyncio.timeout(self._limits.first_frame_s):
+                await receive_first(sock, first)
+        finally:
+            self._receiving.discard(task)
 
     async def _first(self, sock: socket.socket, first: FirstFrame, peer: Peer) -> bool:
         """Serve a first frame; whether the connection goes on."""
@@ -185,6 +207,7 @@ class Server:
         def closed(clean: bool) -> None:
             sessions.left(session, clean)
 
+        await sessions.end_earlier(peer, hello.unmapped)
         connection = Connection(self._shared, serve, closed)
         session, welcome, fds = sessions.join(hello, peer, connection)
         try:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from kvtier import wire
 from kvtier.handshake import Peer
 from kvtier.server.connection import Connection, Result
 from kvtier.types import Code, KvtierError
+
+MAX_EARLIER: Final = 64
+EARLIER_S: Final = 0.02
+"""A client that connects again waits for little longer than this."""
 
 Process = Any
 """The store's own object for one attached process; the server only hands it back."""
@@ -50,6 +55,8 @@ class Session:
         self.process = process
         self.connection: Connection | None = connection
         """None once the connection is lost and drained."""
+        self.drained = asyncio.Event()
+        """Set with that."""
         self.dead = False
         """The pidfd said that the process has ended."""
 
@@ -89,11 +96,26 @@ class Sessions:
     def left(self, session: Session, clean: bool) -> None:
         """The connection of a session is lost and drained."""
         session.connection = None
+        session.drained.set()
         self._tell("leave", self._owner.leave, session.process, clean)
         if clean or session.dead:
             self._end(session, tell=not clean)
         elif session.peer.pidfd is None:
             self._timers[session.number] = self._loop.call_later(self._drain_s, self._end, session)
+
+    async def end_earlier(self, peer: Peer, numbers: tuple[int, ...]) -> None:
+        """End sessions that their own process says are over; those that still drain are left for Unmapped."""
+        for number in numbers[:MAX_EARLIER]:
+            session = self._sessions.get(number)
+            if session is None or session.peer[:3] != peer[:3]:
+                continue
+            if session.connection is not None:
+                session.connection.abort()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(EARLIER_S):
+                        await session.drained.wait()
+            if session.connection is None:
+                self._end(session)
 
     def unmapped(self, by: Session, number: int) -> None:
         """A process says that it has unmapped an earlier session of its own; raises KvtierError otherwise."""
