@@ -80,7 +80,8 @@ class Load:
         if self.owner.tier.refusal == "no_space" and self.live:
             for run in self.rng.sample(sorted(self.live), min(3, len(self.live))):
                 self.free(run)
-            self.owner.flush()
+            if self.rng.random() < 0.5:
+                self.owner.flush()
         self.owner.step(0.05)
 
     def free(self, run: int) -> None:
