@@ -1,7 +1,7 @@
 """A real process that writes, frees and drops runs until it is killed, and says on stdout what became durable.
 
-`python -m tests.diskwriter FOLDER SEED [SECONDS [FAULT]]`. Lines: `+ run seed pages` durable, `- run page` freed
-(said before the free is asked for, so that a kill in between is no false alarm), `= cache` the cache in use.
+`python -m tests.diskwriter FOLDER SEED [SECONDS [FAULT]]`. Lines: `+ run seed pages cache` durable, `- run page` freed
+(said before the free is asked for, so that a kill in between is no false alarm), `=` ready.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from kvtier.types import Kind
 from tests.diskkit import KIB, MIB, Owner, spec
 
 CAPACITY = 2 * MIB
-SPEC = spec(GroupSpec(Kind.FULL, 1, 1, 4 * KIB), GroupSpec(Kind.FULL, 2, 1, 3001))
+SPEC = spec(GroupSpec(Kind.FULL, 1, 1, 4 * KIB), GroupSpec(Kind.FULL, 1, 1, 3001))
 """One group of whole blocks, one with a tail."""
+LARGE = spec(GroupSpec(Kind.FULL, 1, 1, 7_000), model="large")
+"""Cells of another size, so that slabs must be emptied for them."""
 
 
 def say(*words: object) -> None:
@@ -64,24 +66,28 @@ class Load:
         self.owner = owner
         self.rng = random.Random(seed)
         self.live: dict[int, list[int]] = {}
-        self.cache = owner.cache(SPEC)
+        self.caches = [owner.cache(SPEC), owner.cache(LARGE)]
         self.seed = seed * 100_000
 
     def step(self) -> None:
         """One write, or a free where there is no room."""
         self.seed += 1
+        cache = self.caches[self.seed // 40 % 2]
         pages = self.rng.choice([1, 2, 4, 8])
-        items = self.owner.items(self.cache, self.seed, pages)
-        if self.owner.submit(self.cache, self.seed, items, keys=self.owner.keys(self.cache, self.seed, pages)):
+        items = self.owner.items(cache, self.seed, pages)
+        if self.owner.submit(cache, self.seed, items, keys=self.owner.keys(cache, self.seed, pages)):
             return
         if self.owner.tier.refusal == "no_space" and self.live:
-            self.free(self.rng.choice(list(self.live)))
+            for run in self.rng.sample(sorted(self.live), min(3, len(self.live))):
+                self.free(run)
+            if self.rng.random() < 0.5:
+                self.owner.flush()
         self.owner.step(0.05)
 
     def free(self, run: int) -> None:
         """Trim a run from its tail, or drop it whole."""
         pages = self.live[run]
-        gone = pages[self.rng.randrange(len(pages)) :]
+        gone = pages[-self.rng.choice([1, 1, 2, len(pages)]) :]
         for page in gone:
             say("-", run, page)
         del pages[len(pages) - len(gone) :]
@@ -96,9 +102,9 @@ class Load:
         for seed, (run, _) in list(self.owner.results.items()):
             del self.owner.results[seed]
             if run is not None:
-                pages = self.owner.tier._ledger.runs[run].pages
-                self.live[run] = list(range(pages))
-                say("+", run, seed, pages)
+                stored = self.owner.tier._ledger.runs[run]
+                self.live[run] = list(range(stored.pages))
+                say("+", run, seed, stored.pages, stored.cache)
 
 
 def main() -> None:
@@ -111,13 +117,15 @@ def main() -> None:
     owner.runs = list(owner.load())
     load = Load(owner, seed)
     load.live = {r.id: [p for p in range(r.pages) if r.live >> p & 1] for r, _, _ in owner.runs}
-    say("=", load.cache)
+    say("=", load.caches)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         load.step()
         load.heard()
+    emptied = owner.tier.stats["slabs_emptied"]
     owner.tier.close()
     load.heard()
+    say("=", emptied, "slabs emptied")
 
 
 if __name__ == "__main__":

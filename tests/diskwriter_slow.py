@@ -1,6 +1,6 @@
 """A process that writes runs, one at a time: `python -m tests.diskwriter_slow FOLDER [RUNS]`.
 
-Each line says how one ended: `+ run seed pages` or `! seed error`. A failed one is tried again later.
+Each line says how one ended: `+ run seed pages cache` or `! seed error`. A failed one is tried again later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
             say("!", seed, error)
             time.sleep(0.1)
         else:
-            say("+", run, seed, 2)
+            say("+", run, seed, 2, cache)
     assert owner.tier.check() == []
     owner.tier.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.diskkit import Owner, view
-from tests.diskwriter import CAPACITY, SPEC
+from tests.diskwriter import CAPACITY
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,35 +20,39 @@ class Promises:
     """What writers have said so far."""
 
     def __init__(self) -> None:
-        self.runs: dict[int, tuple[int, set[int]]] = {}
+        self.runs: dict[int, tuple[int, int, set[int]]] = {}
+        """By run: seed, cache, pages."""
 
     def hear(self, text: str) -> None:
         """Take in a writer's lines; the last may be cut off."""
         for line in text.splitlines(keepends=True):
             if not line.endswith("\n"):
                 return
-            kind, *numbers = line.split()
+            kind, *words = line.split()
             if kind == "+":
-                run, seed, pages = map(int, numbers)
-                self.runs[run] = (seed, set(range(pages)))
+                run, seed, pages, cache = map(int, words)
+                self.runs[run] = (seed, cache, set(range(pages)))
             elif kind == "-":
-                run, page = map(int, numbers)
+                run, page = map(int, words)
                 if run in self.runs:  # else it became durable, and the writer was killed before it could say so
-                    self.runs[run][1].discard(page)
+                    self.runs[run][2].discard(page)
 
     def kept_by(self, owner: Owner) -> None:
-        """Every promise holds, and what else is stored is whole too."""
-        cache = owner.cache(SPEC)
+        """Every promise holds, what else is stored is whole too, and exactly the cells of live pages are in use."""
         stored = {run.id: run for run, _, _ in owner.runs}
-        for run, (seed, pages) in self.runs.items():
+        for run, (seed, cache, pages) in self.runs.items():
             if pages:
                 assert run in stored, f"run {run} was durable and is gone"
                 said = owner.read(cache, run, seed, sorted(pages))
                 assert set(said) == {""}, f"run {run} pages {sorted(pages)}: {said}"
+        used = 0
         for run in stored.values():
             live = [page for page in range(run.pages) if run.live >> page & 1]
-            requests = [(run.id << 6 | page, 0, [view(SPEC.groups[0].item_bytes)]) for page in live]
-            assert set(owner.tier.read(requests)) == {""}
+            for group, size in enumerate(owner.tier.caches()[run.cache].item_bytes):
+                said = owner.tier.read([(run.id << 6 | page, group, [view(size)]) for page in live])
+                assert set(said) == {""}, f"run {run.id} pages {live}: {said}"
+                used += len(live) * run.layouts[group].blocks * 4096
+        assert owner.tier.used_bytes == used
         assert owner.tier.check() == []
 
 
@@ -72,6 +76,4 @@ def test_what_was_durable_survives_kill_9(tmp_path, rounds):
         promises.hear(said)
         with Owner(tmp_path / "d", CAPACITY) as owner:
             promises.kept_by(owner)
-            live = sum(run.live.bit_count() for run, _, _ in owner.runs)
-            assert owner.tier.used_bytes == live * (4 + 8) * 1024
     assert promises.runs

@@ -128,6 +128,11 @@ class Catalogue:
         with self._remap, self._env.begin(db=self._dbs[db]) as txn:
             return [(bytes(key), bytes(value)) for key, value in txn.cursor()]
 
+    def run(self, key: bytes) -> bytes | None:
+        """One run's value."""
+        with self._remap, self._env.begin(db=self._dbs[b"runs"]) as txn:
+            return bytes(found) if (found := txn.get(key)) is not None else None
+
     def runs(self, after: bytes, count: int) -> list[tuple[bytes, bytes, bytes | None]]:
         """Up to `count` runs behind this key: key, value, and the value of the mask if there is one."""
         out: list[tuple[bytes, bytes, bytes | None]] = []

@@ -7,7 +7,7 @@ returns to the common stock once its last cell is free, so no size can strand sp
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from kvtier.types import PAGE_ALIGN, align_up
@@ -27,6 +27,10 @@ class Span(NamedTuple):
     def total(self) -> int:
         """Blocks of the whole span."""
         return self.blocks * self.cells
+
+    def cell_list(self) -> range:
+        """The first block of each cell."""
+        return range(self.first, self.first + self.total, self.blocks)
 
 
 class Layout(NamedTuple):
@@ -225,14 +229,35 @@ class Cells:
 
     def unpark(self) -> None:
         """Offer every parked slab again."""
-        parked, self._parked = self._parked, set()
-        for slab in parked:
-            if blocks := self._size[slab]:
-                self._classes[blocks].free += self._mask[slab].bit_count()
-                heapq.heappush(self._classes[blocks].heap, slab)
-            else:
-                self._stocked += 1
-                heapq.heappush(self._stock, slab)
+        for slab in list(self._parked):
+            self.offer(slab)
+
+    def offer(self, slab: int) -> None:
+        """Take from this parked slab again."""
+        if slab not in self._parked:
+            return
+        self._parked.discard(slab)
+        if blocks := self._size[slab]:
+            self._classes[blocks].free += self._mask[slab].bit_count()
+            heapq.heappush(self._classes[blocks].heap, slab)
+        else:
+            self._stocked += 1
+            heapq.heappush(self._stock, slab)
+
+    def sparse(self, wanted: Collection[int]) -> int:
+        """The emptiest slab whose cells would all fit elsewhere in its class, of a class not wanted; -1 if none."""
+        spare = {size for size, kind in self._classes.items() if size not in wanted and kind.free >= kind.per_slab}
+        best, least = -1, self.slab_blocks
+        for slab, size in enumerate(self._size) if spare else ():
+            if size in spare and slab not in self._parked:
+                used = self.slab_blocks // size - self._mask[slab].bit_count()
+                if used * size < least:
+                    best, least = slab, used * size
+        return best
+
+    def size_in(self, slab: int) -> int:
+        """Blocks of one cell of this slab; 0 while it serves none."""
+        return self._size[slab]
 
     def check(self, used: Iterable[Span], pending: Iterable[Span]) -> list[str]:
         """What disagrees with the spans known to be used and pending: shared cells, lost cells, wrong counts."""

@@ -37,6 +37,10 @@ def name_of(error: BaseException) -> str:
     return errno.errorcode.get(number or 0, type(error).__name__)
 
 
+def unheard(_error: str) -> None:
+    """The finish of an operation that nobody waits for."""
+
+
 class Op:
     """Changes to the catalogue that become durable together."""
 
@@ -45,7 +49,7 @@ class Op:
         "size", "urgent",
     )  # fmt: skip
 
-    def __init__(self, changes: list[Change], finish: Callable[[str], None], *, keep: bool = True) -> None:
+    def __init__(self, changes: list[Change], finish: Callable[[str], None] = unheard, *, keep: bool = True) -> None:
         self.changes = changes
         self.finish = finish
         """Called on the owner's thread with an error code, or an empty string once durable."""

@@ -17,18 +17,18 @@ from typing import Any, Final
 
 from kvtier.identity import CacheSpec
 from kvtier.tiers.cells import BLOCK
-from kvtier.tiers.commits import Commits, Op
+from kvtier.tiers.commits import Commits, Op, unheard
 from kvtier.tiers.completions import Completions
 from kvtier.tiers.extentfile import Calls
 from kvtier.tiers.folder import open_folder
 from kvtier.tiers.health import Health
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger, check_items
+from kvtier.tiers.loading import load_runs
 from kvtier.tiers.records import (
     VERSION_KEY,
     CacheRecord,
     Change,
-    Damaged,
     Item,
     Placed,
     Run,
@@ -40,6 +40,7 @@ from kvtier.tiers.records import (
     encode_run,
     encode_version,
 )
+from kvtier.tiers.relocate import Relocator
 from kvtier.tiers.transfers import Reads, Writing
 from kvtier.types import RUN_PAGES, Code, bad
 
@@ -53,10 +54,6 @@ UNPARK_S: Final = 30.0
 CLOSE_S: Final = 10.0
 
 Done = Callable[[int | None, str], None]
-
-
-def _ignore(_error: str) -> None:
-    """Nobody waits for it."""
 
 
 class DiskTier:
@@ -93,6 +90,10 @@ class DiskTier:
             batch_bytes=batch_bytes,
             linger_s=linger_s,
             sync=sync,
+        )
+
+        self._relocator = Relocator(
+            self._ledger, self._catalogue, self._extents, self._lanes, self._reads, self._commits, post
         )
 
     def _remember(self) -> None:
@@ -151,6 +152,7 @@ class DiskTier:
         counts = self._health.counts()
         counts["queued_bytes"] = self._queued
         counts["commits"] = self._commits.commits
+        counts["slabs_emptied"] = self._relocator.slabs
         counts["runs"] = len(self._ledger.runs)
         counts["parked_bytes"] = self._cells.parked * BLOCK
         counts["catalogue_bytes"] = self._catalogue.used_bytes
@@ -213,29 +215,11 @@ class DiskTier:
         Cut it into slices as you like; `free` and `forget` may be called in between. Keys and chains of a run
         are gone once the next one is asked for.
         """
-        after = b""
-        while chunk := self._catalogue.runs(after, CHUNK):
-            after = chunk[-1][0]
-            for key, value, mask in chunk:
-                if run := self._restore(key, value, mask):
-                    yield run
-                    run.keys = run.chains = b""
+        yield from load_runs(self._catalogue, self._ledger, self._health, self._strays)
         self._cells.loaded()
         self._loaded = True
         if self._strays:
             self._submit(self._strays)
-
-    def _restore(self, key: bytes, value: bytes, mask: bytes | None) -> Run | None:
-        """One run as it was; None, and its record will be deleted, where that cannot be."""
-        run = None
-        try:
-            run = self._ledger.restore(key, value, mask)
-        except Damaged:
-            self._health.count(damaged_runs=1)
-            log.warning("run %s of the disk catalogue is damaged and dropped", key.hex())
-        if run is None:
-            self._strays += [Change(b"runs", key, None), Change(b"live", key, None)]
-        return run
 
     def forget(self, run_id: int) -> None:
         """Free a whole run, for which the index has no place."""
@@ -267,6 +251,7 @@ class DiskTier:
         if begun is None and self._unpark():
             begun = self._ledger.begin(cache, pages, items)
         if begun is None:
+            self._relocator.make_room(self._ledger.short(cache, items))
             self.refusal = Code.NO_SPACE.value
             return False
         run, placed = begun
@@ -289,7 +274,7 @@ class DiskTier:
         return True
 
     def _send(self, run: Run, placed: list[Placed], items: Sequence[Item], size: int, done: Done) -> None:
-        op = Op([Change(b"runs", run.key, encode_run(run, placed))], _ignore, keep=False)
+        op = Op([Change(b"runs", run.key, encode_run(run, placed))], keep=False)
         op.size, op.ready, op.heard = size, False, self._heard
         op.parent, op.chains = run.parent, run.chains
         writing = Writing(op, run, items, self._extents, self._lanes, self._commits.ready)
@@ -347,8 +332,11 @@ class DiskTier:
             self._ledger.freed(freed.ticket)
 
     def flush(self, done: Callable[[str], None]) -> None:
-        """`done` gets an empty string once everything asked before is durable, else the code of what prevented it."""
-        self._submit([], done, keep=False, urgent=True)
+        """`done` gets an empty string once everything asked before is durable, else the code of what prevented it.
+
+        A slab that is being emptied for a write that was refused is part of it.
+        """
+        self._relocator.after(partial(self._submit, [], done, keep=False, urgent=True))
 
     def read(self, reqs: Sequence[tuple[int, int, Sequence[View]]]) -> list[str]:
         """Fill each (handle, group, views) with its item; blocks, for worker threads.
@@ -359,7 +347,7 @@ class DiskTier:
         return self._reads.read(reqs)
 
     def _submit(
-        self, changes: list[Change], finish: Callable[[str], None] = _ignore, *, keep: bool = True, urgent: bool = False
+        self, changes: list[Change], finish: Callable[[str], None] = unheard, *, keep: bool = True, urgent: bool = False
     ) -> None:
         if self._closing:
             finish(Code.CLOSING.value)
@@ -384,6 +372,7 @@ class DiskTier:
         if self._closing:
             return
         self._closing = True
+        self._relocator.close()
         idle = self._reads.close(timeout_s)
         ended = self._lanes.close(timeout_s) and idle
         committed = self._commits.close(timeout_s)

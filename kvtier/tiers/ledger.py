@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Final, NamedTuple
@@ -20,6 +21,7 @@ from kvtier.tiers.records import (
     encode_number,
     place,
     run_number,
+    spans_of,
 )
 from kvtier.types import RUN_PAGES, Code, KvtierError, bad
 
@@ -42,6 +44,31 @@ class Freed(NamedTuple):
     changes: list[Change]
 
 
+class Move(NamedTuple):
+    """Cells of one run on their way out of a slab."""
+
+    ticket: int
+    run: Run
+    places: list[tuple[int, int]]
+    """(group, index among the run's cells of that group) of each."""
+    old: list[int]
+    new: list[int]
+    size: int
+    """Blocks of one cell."""
+
+    def placed(self) -> list[Placed]:
+        """The run's cells and sums as they will be, for its record."""
+        parts = [cells[:] for cells in self.run.parts]
+        for (group, at), cell in zip(self.places, self.new, strict=True):
+            parts[group][at] = cell
+        out: list[Placed] = []
+        for cells, sums, layout in zip(parts, self.run.sums, self.run.layouts, strict=True):
+            pages = [page for page in range(self.run.pages) if cells[page * layout.parts] >= 0]
+            present = sum(1 << page for page in pages)
+            out.append(Placed(present, spans_of(cells, layout), array("Q", [sums[page] for page in pages])))
+        return out
+
+
 class Ledger:
     """The runs in memory and the cells they hold: each cell is free, used by one run, or pending."""
 
@@ -56,6 +83,7 @@ class Ledger:
         self._layouts = {number: record.layouts(slab_bytes) for number, record in caches.items()}
         self._writing: dict[int, list[Span]] = {}  # by run: cells of runs that are not durable yet
         self._pending: dict[int, list[Span]] = {}  # by ticket: cells whose free is not durable yet
+        self._moving: dict[int, list[Span]] = {}  # by ticket: cells that something is being copied to
         self._doubtful: list[Span] = []  # pending too: cells that a failed commit may have named
         self._tickets = count()
 
@@ -110,7 +138,9 @@ class Ledger:
 
     def abandon(self, run: Run, *, doubtful: bool) -> None:
         """The run failed: its cells are free again, in doubt only after the next commit that works."""
-        spans = self._writing.pop(run.id)
+        self._give_up(self._writing.pop(run.id), doubtful=doubtful)
+
+    def _give_up(self, spans: list[Span], *, doubtful: bool) -> None:
         self.cells.retire(spans)
         if doubtful:
             self._doubtful += spans
@@ -141,10 +171,13 @@ class Ledger:
                 self._delete(run, changes)
         if not changes:
             return None
-        ticket = next(self._tickets)
+        return Freed(self._retire(spans), changes)
+
+    def _retire(self, spans: list[Span]) -> int:
         self.cells.retire(spans)
+        ticket = next(self._tickets)
         self._pending[ticket] = spans
-        return Freed(ticket, changes)
+        return ticket
 
     def _delete(self, run: Run, changes: list[Change]) -> None:
         del self.runs[run.id]
@@ -156,6 +189,61 @@ class Ledger:
     def freed(self, ticket: int) -> None:
         """The free is durable: its cells may be used again."""
         self.cells.release(self._pending.pop(ticket))
+
+    # -- moving -------------------------------------------------------------------------------------------------
+
+    def short(self, cache: int, items: Sequence[Item]) -> set[int]:
+        """Sizes of cells, in blocks, of which these items need more than could be had."""
+        need: Counter[int] = Counter()
+        for item in items:
+            layout = self.layouts(cache)[item.group]
+            need[layout.blocks] += layout.parts
+        return {size for size, count in need.items() if count > self.cells.room(size)} or {max(need)}
+
+    def plan_move(self, run: Run, slab: int) -> Move | None:
+        """New cells for what a run has in this slab; None where it has nothing there, or there is no room."""
+        size, low = self.cells.size_in(slab), slab * self.cells.slab_blocks
+        high = low + self.cells.slab_blocks
+        places = [
+            (group, at)
+            for group, (parts, layout) in enumerate(zip(run.parts, run.layouts, strict=True))
+            if layout.blocks == size
+            for at, cell in enumerate(parts)
+            if low <= cell < high and run.live >> at // layout.parts & 1
+        ]
+        spans = self.cells.take(size, len(places)) if places else None
+        if spans is None:
+            return None
+        ticket = next(self._tickets)
+        self._moving[ticket] = spans
+        old = [run.parts[group][at] for group, at in places]
+        return Move(ticket, run, places, old, [cell for span in spans for cell in span.cell_list()], size)
+
+    def settle_move(self, move: Move) -> tuple[int, int]:
+        """The move is durable and the run lies in its new cells.
+
+        Two tickets for `freed`: of the cells it left, which reads begun before may still use, and of new cells
+        whose pages were freed meanwhile, which the catalogue names until that is durable.
+        """
+        self._moving.pop(move.ticket)
+        run = move.run
+        left: list[int] = []
+        late: list[int] = []
+        for (group, at), old, new in zip(move.places, move.old, move.new, strict=True):
+            page, part = divmod(at, run.layouts[group].parts)
+            if not run.live >> page & 1:
+                late.append(new)
+                continue
+            left.append(old)
+            run.parts[group][at] = new
+            if not part:
+                run.cells[group][page] = new
+        layout = Layout(move.size, 1, self.cells.slab_blocks)
+        return self._retire(spans_of(left, layout)), self._retire(spans_of(late, layout))
+
+    def abandon_move(self, move: Move, *, doubtful: bool) -> None:
+        """The move failed: the run stays where it is."""
+        self._give_up(self._moving.pop(move.ticket), doubtful=doubtful)
 
     # -- loading ------------------------------------------------------------------------------------------------
 
@@ -196,7 +284,7 @@ class Ledger:
     def check(self) -> list[str]:
         """Every disagreement between runs, cells and counts; empty when all is well."""
         used = [span for run in self.runs.values() for span in run.spans(run.live)]
-        used += [span for spans in self._writing.values() for span in spans]
+        used += [span for spans in (*self._writing.values(), *self._moving.values()) for span in spans]
         pending = [span for spans in self._pending.values() for span in spans] + self._doubtful
         wrong = self.cells.check(used, pending)
         for number, run in self.runs.items():

@@ -141,21 +141,36 @@ class Run:
     def spans(self, pages: int) -> list[Span]:
         """The cells of the pages in this mask, consecutive ones joined."""
         out: list[Span] = []
-        for cells, (blocks, parts, slab) in zip(self.parts, self.layouts, strict=True):
-            first = count = 0
-            for page in range(self.pages):
-                if not pages >> page & 1:
-                    continue
-                for cell in cells[page * parts : page * parts + parts]:
-                    if count and cell == first + count * blocks and cell % slab:
-                        count += 1
-                        continue
-                    if count:
-                        out.append(Span(first, blocks, count))
-                    first, count = cell, int(cell >= 0)
-            if count:
-                out.append(Span(first, blocks, count))
+        everything = not ~pages & (1 << self.pages) - 1
+        for parts, layout in zip(self.parts, self.layouts, strict=True):
+            count = layout.parts
+            own = parts if everything else _of_pages(parts, count, pages, self.pages)
+            out += spans_of(own, layout)
         return out
+
+
+def _of_pages(parts: array[int], count: int, pages: int, end: int) -> Iterable[int]:
+    """The cells, `count` a page, of the pages in this mask."""
+    for page in range(end):
+        if pages >> page & 1:
+            yield from parts[page * count : page * count + count]
+
+
+def spans_of(cells: Iterable[int], layout: Layout) -> list[Span]:
+    """Cells in this order as spans: neighbours joined within a slab, gaps (-1) passed over."""
+    out: list[Span] = []
+    blocks, _, slab = layout
+    first = count = 0
+    for cell in cells:
+        if count and cell == first + count * blocks and cell % slab:
+            count += 1
+            continue
+        if count:
+            out.append(Span(first, blocks, count))
+        first, count = cell, int(cell >= 0)
+    if count:
+        out.append(Span(first, blocks, count))
+    return out
 
 
 def run_number(key: bytes) -> int:

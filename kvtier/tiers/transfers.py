@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import xxhash
 
@@ -58,8 +59,8 @@ class Writing:
         scratch = Scratch()
         parts: list[Piece] = []
         for item in self._items:
-            blocks, count, _ = self._run.layouts[item.group]
-            cells = self._run.parts[item.group][item.page * count : item.page * count + count]
+            blocks, each, _ = self._run.layouts[item.group]
+            cells = self._run.parts[item.group][item.page * each : item.page * each + each]
             parts.extend(pieces(item.views, cells, blocks * BLOCK, 0, scratch))
         scratch.fill()
         ios = join(parts)
@@ -199,14 +200,16 @@ class Reads:
         find: Callable[[int, int], Place | None],
         extents: Extents,
         lanes: Lanes,
-        count: Callable[..., None],
+        tally: Callable[..., None],
     ) -> None:
         self._find = find
         self._extents = extents
         self._lanes = lanes
-        self._count = count
+        self._tally = tally
         self._changed = threading.Condition()
-        self._under_way = 0
+        self._numbers = count()
+        self._under_way: set[int] = set()
+        self._waiting: list[tuple[set[int], Callable[[], None]]] = []
         self._closing = False
 
     def read(self, reqs: Sequence[tuple[int, int, Sequence[View]]]) -> list[str]:
@@ -214,18 +217,37 @@ class Reads:
         with self._changed:
             if self._closing:
                 return [Code.CLOSING.value] * len(reqs)
-            self._under_way += 1
+            number = next(self._numbers)
+            self._under_way.add(number)
         try:
             places = [self._find(handle, group) for handle, group, _ in reqs]
             results = Reading(places, [views for _, _, views in reqs], self._extents).run(self._lanes)
         finally:
-            with self._changed:
-                self._under_way -= 1
-                self._changed.notify_all()
+            self._end(number)
         sizes = [sum(view.size for view in views) for _, _, views in reqs]
         size = sum(size for error, size in zip(results, sizes, strict=True) if not error)
-        self._count(bytes_read=size, checksum_failures=results.count(CHECKSUM), io_errors=results.count(Code.IO.value))
+        self._tally(bytes_read=size, checksum_failures=results.count(CHECKSUM), io_errors=results.count(Code.IO.value))
         return results
+
+    def _end(self, number: int) -> None:
+        with self._changed:
+            self._under_way.discard(number)
+            for reads, _ in self._waiting:
+                reads.discard(number)
+            over = [call for reads, call in self._waiting if not reads]
+            self._waiting = [waiting for waiting in self._waiting if waiting[0]]
+            self._changed.notify_all()
+        for call in over:
+            call()
+
+    def after_present(self, call: Callable[[], None]) -> None:
+        """Call, from some thread, once every read that is under way now has ended."""
+        with self._changed:
+            reads = set(self._under_way)
+            if reads:
+                self._waiting.append((reads, call))
+        if not reads:
+            call()
 
     def close(self, timeout_s: float) -> bool:
         """Let no read begin and wait for the last to end; False where one is still under way at the deadline."""

@@ -1,0 +1,36 @@
+"""Reads the catalogue back into a ledger, and notes which records cannot be right."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Final
+
+from kvtier.tiers.catalogue import Catalogue
+from kvtier.tiers.health import Health
+from kvtier.tiers.ledger import Ledger
+from kvtier.tiers.records import Change, Damaged, Run
+
+log = logging.getLogger("kvtier.disk")
+
+CHUNK: Final = 128
+"""Records read in one transaction."""
+
+
+def load_runs(catalogue: Catalogue, ledger: Ledger, health: Health, strays: list[Change]) -> Iterator[Run]:
+    """Every run, parents before children; `strays` gets the deletions of records that are damaged or of no cache."""
+    after = b""
+    while chunk := catalogue.runs(after, CHUNK):
+        after = chunk[-1][0]
+        for key, value, mask in chunk:
+            run = None
+            try:
+                run = ledger.restore(key, value, mask)
+            except Damaged:
+                health.count(damaged_runs=1)
+                log.warning("run %s of the disk catalogue is damaged and dropped", key.hex())
+            if run is None:
+                strays += [Change(b"runs", key, None), Change(b"live", key, None)]
+                continue
+            yield run
+            run.keys = run.chains = b""
