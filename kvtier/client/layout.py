@@ -43,13 +43,13 @@ class Item:
         """Copy the whole item out, into one buffer or several in a row."""
         outs = rows(out, "out")
         self._expect("out", sum(map(len, outs)), self.spec.item_bytes)
-        _copy(outs, self.pieces)
+        copy(outs, self.pieces)
 
     def write(self, data: Data | Parts) -> None:
         """Copy a whole item in, from one buffer or several in a row."""
         parts = rows(data)
         self._expect("data", sum(map(len, parts)), self.spec.item_bytes)
-        _copy(self.pieces, parts)
+        copy(self.pieces, parts)
 
     def read_slice(self, part: Slice, out: Data) -> None:
         """Copy out the cells of one rank: its layers x heads, layer-major."""
@@ -113,8 +113,11 @@ def checksum(parts: list[Bytes]) -> int:
     return digest.intdigest()
 
 
-def _copy(targets: list[Bytes], sources: list[Bytes]) -> None:
+def copy(targets: list[Bytes], sources: list[Bytes]) -> None:
     """Copy rows of bytes of equal total size that are cut at different places."""
+    if len(targets) == len(sources) == 1:
+        np.copyto(targets[0], sources[0])
+        return
     target, source = iter(targets), iter(sources)
     to, got = next(target), next(source)
     while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from kvtier.client.link import RETRY_S, Away, Joined, dial
 from kvtier.frames import Frames
 from kvtier.handshake import FirstFrame
 
-CHUNK: Final = 256 << 10
+CHUNK: Final = 64 << 10
+SEND_S: Final = 0.002
+"""A send waits so long for the daemon to take more before it looks whether the daemon waits for this side."""
 
 
 def _poll(sock: socket.socket, events: int, deadline: float) -> int:
@@ -78,6 +81,11 @@ class Pipe:
         self.frames = Frames()
         """For the one thread that receives."""
         self._sock = sock
+        # The kernel's own wait feeds a large frame to a daemon that reads it meanwhile; poll would wake this side only
+        # when most of the socket's buffer is empty again.
+        sock.setblocking(True)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, int(SEND_S * 1e6)))
+        self._buffer = memoryview(bytearray(CHUNK))  # a fresh one each time would cost more than the call
         self._incoming = select.poll()
         self._incoming.register(sock, select.POLLIN)
         self._lock = threading.Lock()
@@ -109,16 +117,16 @@ class Pipe:
         try:
             if not self._incoming.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return None
-            data = self._sock.recv(CHUNK)
+            size = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError as exc:
             raise Away(f"the connection is lost: {exc}") from exc
         finally:
             self._leave()
-        if not data:
+        if not size:
             raise Away("the daemon closed the connection")
-        return data
+        return bytes(self._buffer[:size])
 
     def drop(self) -> None:
         """No more calls; those under way return soon."""

@@ -42,10 +42,12 @@ class Reservation:
         self.over = False
         self.acks: set[Process] = set()
         """Processes that will write no more."""
-        self.cost = sum(self._cost(at) for at in range(self.pages))
+        self.cost = self._cost(0, self.pages)
 
-    def _cost(self, at: int) -> int:
-        return sum(self.cache.slot_cost(g) for g, held in enumerate(self.handles) if held[at] != NO_COPY)
+    def _cost(self, lo: int, hi: int) -> int:
+        """Arena bytes of the slots of positions [lo, hi)."""
+        slots = (hi - lo - held[lo:hi].count(NO_COPY) for held in self.handles)
+        return sum(self.cache.slot_cost(g) * count for g, count in enumerate(slots))
 
     @property
     def waiting(self) -> int:
@@ -140,7 +142,7 @@ class Reservation:
 
     def _settled(self, lo: int, hi: int) -> None:
         """Positions whose slots are no longer this reservation's."""
-        freed = sum(self._cost(at) for at in range(lo, hi))
+        freed = self._cost(lo, hi)
         self.cost -= freed
         self.instance.held_bytes -= freed
         for group in range(len(self.handles)):
