@@ -42,7 +42,7 @@ clean:
 	rm -rf $(VENV) dist build
 
 $(VENV)/.made:
-	scripts/make-venv '$(PYTHON)' $(VENV)
+	.ci/make-venv '$(PYTHON)' $(VENV)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.made
@@ -54,9 +54,9 @@ $(VENV)/.bench: pyproject.toml | $(VENV)/.made
 	@touch $@
 
 $(VENV)/.torch: constraints.txt | $(VENV)/.made
-	scripts/install-torch $(BIN)/python '$(TORCH_INDEX)'
+	.ci/install-torch $(BIN)/python '$(TORCH_INDEX)'
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
-	scripts/install-demo $(BIN)/python
+	.ci/install-demo $(BIN)/python
 	@touch $@
