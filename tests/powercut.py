@@ -20,8 +20,8 @@ SECTOR = 512
 CALLS = "openat,lseek,pwrite64,pwritev,pwritev2,write,writev,fdatasync,fsync,msync,sync_file_range"
 FILES = {"extents": "extents", "data.mdb": "catalogue/data.mdb"}
 _HEX = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
-_LINE = re.compile(r"^(\d+) (\w+)\((\d+|AT_FDCWD)(.*)$", re.DOTALL)
-_RESUMED = re.compile(r"^(\d+) <\.\.\. \w+ resumed>(.*)$")
+_LINE = re.compile(r"^(\d+) +(\w+)\((\d+|AT_FDCWD)(.*)$", re.DOTALL)
+_RESUMED = re.compile(r"^(\d+) +<\.\.\. \w+ resumed>(.*)$")
 _RESULT = re.compile(r"= (-?\d+)[^=]*$")
 
 
