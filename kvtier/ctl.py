@@ -11,7 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from types import TracebackType
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 import click
 
@@ -33,8 +34,18 @@ class Admin:
         self.path = path
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._sock.settimeout(timeout_s)
-        self._sock.connect(str(path))
         self._last = 0
+        try:
+            self._sock.connect(str(path))
+        except OSError:
+            self._sock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._sock.close()
 
     def ask(self, message: Any, reply: type[R]) -> R:
         """Send a request and wait for its reply; raises KvtierError, OSError, EOFError."""
@@ -92,10 +103,10 @@ class Call:
         self.path = path
         self.timeout_s = timeout_s
 
-    def admin(self) -> Admin:
+    def admin(self, wait_s: float = 0.0) -> Admin:
         """A connection to the daemon; ends the program with code 2 where there is none."""
         try:
-            return Admin(self.path, self.timeout_s)
+            return Admin(self.path, self.timeout_s + wait_s)
         except OSError as exc:
             _fail(f"no daemon at {self.path}: {exc}", NO_DAEMON)
 
@@ -103,7 +114,8 @@ class Call:
         """The tree of values that an admin verb replies with."""
         from kvtier.wire import Info  # noqa: PLC0415
 
-        return self.admin().ask(message, Info).data
+        with self.admin() as admin:
+            return admin.ask(message, Info).data
 
 
 def _fail(text: str, code: int) -> NoReturn:
@@ -191,14 +203,14 @@ def ping(call: Call, show: bool, count: int) -> Data:
     """Round trips through the serving loop."""
     from kvtier import wire  # noqa: PLC0415
 
-    admin = call.admin()
     times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        admin.ask(wire.Ping(), wire.Ok)
-        times.append(round((time.perf_counter() - start) * 1e6, 1))
-        if show:
-            click.echo(f"{times[-1]:.0f} us")
+    with call.admin() as admin:
+        for _ in range(count):
+            start = time.perf_counter()
+            admin.ask(wire.Ping(), wire.Ok)
+            times.append(round((time.perf_counter() - start) * 1e6, 1))
+            if show:
+                click.echo(f"{times[-1]:.0f} us")
     return {"round_trips_us": times}
 
 
@@ -224,7 +236,8 @@ def flush(call: Call, show: bool, wait_s: float) -> Data:
     """Wait until everything committed is durable."""
     from kvtier import wire  # noqa: PLC0415
 
-    Admin(call.path, wait_s + call.timeout_s).ask(wire.Flush(0, int(wait_s * 1000)), wire.Ok)
+    with call.admin(wait_s) as admin:
+        admin.ask(wire.Flush(0, int(wait_s * 1000)), wire.Ok)
     if show:
         click.echo("durable")
     return {"durable": True}

@@ -23,7 +23,8 @@ def amount(value: float) -> str:
 
 def shown(name: str, value: Any) -> str:
     """One value, by what its name says it is."""
-    if name.endswith("_bytes") and isinstance(value, int):
+    last = name.rsplit(".", 1)[-1]
+    if (last.endswith("_bytes") or last.startswith("bytes_")) and isinstance(value, int):
         return amount(value)
     if isinstance(value, float):
         return f"{value:.1f}"

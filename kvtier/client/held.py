@@ -18,7 +18,7 @@ from kvtier import wire
 from kvtier.client.arenas import runs
 from kvtier.client.caches import OpenCache
 from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, rows
-from kvtier.client.link import Away, Call, Join, Joined, Post, Steps
+from kvtier.client.link import Away, Call, Joined, Post, Steps
 from kvtier.identity import Slice
 from kvtier.types import Code, KvtierError, bad
 
@@ -103,7 +103,7 @@ class Slots:
         if ended or joined is None or message is None:
             return
         if not joined.alive:
-            joined = cast("Joined", (yield Join()))
+            joined, _ = yield from self.cache.entering()
             if self._joined is None or self._joined.daemon.gone or joined.daemon.pid != self._joined.daemon.pid:
                 return
         yield Post(joined, message)

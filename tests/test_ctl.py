@@ -1,0 +1,196 @@
+"""kvtierctl against a real daemon: what it shows, what --json prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from kvtier import __version__, wire
+from kvtier.client import Client, page_keys
+from kvtier.ctl import main
+from kvtier.demo.daemon import Daemon
+from kvtier.identity import CacheSpec, GroupSpec
+from kvtier.types import Kind
+from kvtier.views import amount
+
+VERBS = ("status", "caches", "tree", "ping", "check", "flush")
+SPEC = CacheSpec("[bold]model", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 4096),), adapter="lora")
+
+
+def ctl(*words: str, env: dict[str, str] | None = None) -> Result:
+    """Run kvtierctl in this process."""
+    return CliRunner().invoke(main, words, env={"COLUMNS": "200", **(env or {})})
+
+
+@pytest.fixture
+def served(daemon: Daemon) -> Iterator[tuple[list[str], str]]:
+    """The words that name the daemon's admin socket, and the id of a cache with a branch."""
+    with Client(daemon.socket, instance="engine-7") as client:
+        cache = client.open(SPEC)
+        for tail in (100, 200):
+            tokens = np.concatenate([np.arange(8), np.arange(tail, tail + 8)])
+            with cache.match(page_keys(SPEC, tokens)).reserve(0, 4) as reserved:
+                for page in range(4):
+                    reserved.write(0, page, np.full(4096, page, np.uint8))
+                assert reserved.commit() == 4
+        yield ["--socket", str(daemon.socket.with_name("admin.sock"))], cache.cache_id.hex()
+
+
+def parsed(result: Result) -> dict[str, Any]:
+    """What --json printed."""
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_status_shows_tiers_engines_and_counters(served):
+    """The same facts for people and as JSON."""
+    where, _ = served
+    data = parsed(ctl(*where, "status", "--json"))
+    assert data["version"] == __version__
+    assert [engine["instance"] for engine in data["instances"]] == ["engine-7"]
+    assert data["instances"][0]["pids"] == [os.getpid()]
+    text = ctl(*where, "status").stdout
+    assert "engine-7" in text
+    assert "128.0 MiB" in text
+    assert "tier disk" in text
+
+
+def test_caches_shows_one_row_per_cache(served):
+    """Names are shown as they are, also where they look like markup."""
+    where, cache_id = served
+    (row,) = parsed(ctl(*where, "caches", "--json"))["caches"]
+    assert (row["id"], row["model"], row["pages"], row["adapter"]) == (cache_id, "[bold]model", 6, "lora")
+    text = ctl(*where, "caches").stdout
+    assert "[bold]model" in text
+    assert cache_id[:12] in text
+
+
+def test_tree_shows_the_branches_of_one_cache(served):
+    """Nodes with their pages, tiers and first tokens; bounded by depth and limit; unknown ids are refused."""
+    where, cache_id = served
+    nodes = parsed(ctl(*where, "tree", cache_id[:6], "--json"))["nodes"]
+    assert sorted((node["level"], node["first_page"], node["pages"]) for node in nodes) == [
+        (0, 0, 2), (1, 2, 2), (1, 2, 2),
+    ]  # fmt: skip
+    text = ctl(*where, "tree", cache_id).stdout
+    assert "pages 0..1" in text
+    assert text.count("pages 2..3") == 2
+    assert "100 101" in text
+    assert parsed(ctl(*where, "tree", cache_id, "--limit", "1", "--json"))["left_off"] == 2
+    assert "2 nodes more" in ctl(*where, "tree", cache_id, "--limit", "1").stdout
+    refused = ctl(*where, "tree", "ffff0000ffff")
+    assert refused.exit_code == 1
+    assert "unknown" in refused.stderr
+
+
+def test_ping_check_and_flush_answer(served):
+    """Healthy is 0."""
+    where, _ = served
+    assert len(parsed(ctl(*where, "ping", "--count", "3", "--json"))["round_trips_us"]) == 3
+    assert ctl(*where, "ping").stdout.endswith(" us\n")
+    assert parsed(ctl(*where, "check", "--json")) == {"broken": [], "healthy": True}
+    assert ctl(*where, "check").stdout == "ok\n"
+    assert parsed(ctl(*where, "flush", "--json")) == {"durable": True}
+    assert ctl(*where, "flush").stdout == "durable\n"
+
+
+def answer(listener: socket.socket, reply: wire.Message, times: int) -> None:
+    """Stand in for a daemon: the same reply to the first request of each connection."""
+    for _ in range(times):
+        sock, _ = listener.accept()
+        with sock:
+            header = wire.parse_header(sock.recv(4096)[: wire.HEADER.size])
+            sock.sendall(wire.frame(header.verb, header.request, reply))
+
+
+def test_a_broken_invariant_is_code_1(tmp_path):
+    """What the daemon lists as broken is printed, and the exit code says unhealthy."""
+    path = tmp_path / "admin.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        reply = wire.Info({"broken": ["slot 5 is lost"]})
+        thread = threading.Thread(target=answer, args=(listener, reply, 2))
+        thread.start()
+        result = ctl("--socket", str(path), "check")
+        assert result.exit_code == 1
+        assert "slot 5 is lost" in result.stdout
+        again = ctl("--socket", str(path), "check", "--json")
+        assert again.exit_code == 1
+        assert json.loads(again.stdout) == {"broken": ["slot 5 is lost"], "healthy": False}
+        thread.join()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_without_a_daemon_every_verb_is_code_2(tmp_path, verb):
+    """The socket that was tried is named."""
+    path = tmp_path / "nobody.sock"
+    result = ctl("--socket", str(path), verb, *(["abc"] if verb == "tree" else []))
+    assert result.exit_code == 2
+    assert str(path) in result.stderr
+    assert not result.stdout
+
+
+def test_a_daemon_that_hangs_is_code_2_within_the_timeout(served, daemon):
+    """An operator gets an answer also where the daemon gives none."""
+    where, _ = served
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        result = ctl(*where, "--timeout", "0.2", "status")
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    assert result.exit_code == 2
+    assert "does not answer" in result.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["nothing"], ["tree"], ["status", "--nothing"], ["--timeout", "x", "status"]])
+def test_wrong_usage_is_code_2(words):
+    """As every command line tool does."""
+    assert ctl(*words).exit_code == 2
+
+
+def test_every_verb_has_help_and_json():
+    """--help explains each verb in a sentence and lists --json."""
+    text = ctl("--help").stdout
+    for verb in VERBS:
+        assert verb in text
+        own = ctl(verb, "--help").stdout
+        assert "--json" in own
+        assert len(own.splitlines()[2].strip()) > 10
+    assert __version__ in ctl("--version").stdout
+
+
+def test_the_admin_socket_is_found_by_the_environment(served, daemon):
+    """Where engines find the daemon, operators do."""
+    del served
+    assert ctl("ping", env={"KVTIER_SOCKET": str(daemon.socket)}).exit_code == 0
+
+
+def test_help_loads_neither_arrays_nor_tables():
+    """--help is quick: what only some verbs need is imported by those."""
+    code = "import sys\ntry:\n from kvtier.ctl import main; main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('numpy', 'rich', 'lmdb', 'asyncio', 'msgspec', 'aiohttp') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_amounts_read_as_people_say_them():
+    """Bytes with the largest unit below them."""
+    assert [amount(n) for n in (0, 1023, 1024, 3 << 29, 5 << 50)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 GiB",
+        "5120.0 TiB",
+    ]
