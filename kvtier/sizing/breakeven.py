@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvtier.sizing.alloc import head_share
 from kvtier.sizing.cost import Compute
 from kvtier.sizing.hardware import Link, Source, worst
 from kvtier.sizing.plan import Deployment
@@ -26,9 +27,8 @@ def rank_bytes(d: Deployment, tokens: int) -> int:
     spec, tp = d.model.spec, d.par.tp
     total = 0
     for c in spec.components:
-        local = -(-c.heads // tp) / c.heads if c.heads else 1.0
         part = spec._replace(components=(c,))
-        total += round(loaded_bytes(part, tokens) * local)
+        total += round(loaded_bytes(part, tokens) * head_share(c.heads, tp))
     return -(-total // d.par.pp)
 
 

@@ -22,6 +22,7 @@ from kvtier.sizing.options import (
     default_hardware,
     deployment,
     hardware_option,
+    memory_limit,
     model_options,
     pick_link,
     place_options,
@@ -147,6 +148,7 @@ def fit_command(model: str, prompt: int, answer: int, rate: float, shared: int, 
 @click.argument("model")
 @click.option("--tokens", type=TOKENS, default="8192", show_default=True, help="Length of the prefix.")
 @click.option("--suffix", type=TOKENS, default="512", show_default=True, help="New tokens after it.")
+@click.option("--price", "prices", multiple=True, help="gpu=$/h, dram=, nvme=, object=$/GB and month.")
 @click.option("--link", "links", multiple=True, help="A link by name or rate (55GB/s or READ:WRITE:T0)  [all known]")
 @click.option("--fixed", "fixed_s", type=SECONDS, default="10ms", show_default=True, help="TTFT no cache shortens.")
 @model_options
@@ -154,9 +156,12 @@ def fit_command(model: str, prompt: int, answer: int, rate: float, shared: int, 
 @place_options
 @hardware_option
 @answers
-def breakeven_command(model: str, tokens: int, suffix: int, links: tuple[str, ...], fixed_s: float, **o: Any) -> Report:
+def breakeven_command(model: str, tokens: int, suffix: int, prices: tuple[str, ...], links: tuple[str, ...],
+                      fixed_s: float, **o: Any) -> Report:  # fmt: skip
     """Load a prefix or compute it again: BW*, minimum prefix, TTFT, and how long keeping it pays."""
     d = deployment(model, o)
+    for price in prices:
+        d.hardware.set_price(price)
     chosen = [d.hardware.link(name) for name in links] or d.hardware.links()
     return breakeven_report(d, tokens, suffix, [(link, _per_rank(link)) for link in chosen], fixed_s)
 
@@ -241,7 +246,8 @@ def _tiers(o: dict[str, Any], model: str) -> tuple[list[Tier], Any]:
 @click.option(
     "--trace", "traces", multiple=True, type=click.Path(path_type=Path, exists=True), help="Take the hits from a trace."
 )
-@click.option("--copy", "copy_bps", type=RATE, default=0.0, help="Measured copy bandwidth of host memory.")
+@click.option("--copy", "copy_bps", type=RATE, help="Copy bandwidth of host memory  [measured]")
+@click.option("--ram", type=BYTES, help="Memory of the host  [this one's, or its cgroup's limit]")
 @tier_options
 @model_options
 @split_options
@@ -249,10 +255,14 @@ def _tiers(o: dict[str, Any], model: str) -> tuple[list[Tier], Any]:
 @hardware_option
 @answers
 def tiers_command(model: str, rate: float, prompt: int, answer: int, session: int, hits: str | None,
-                  traces: tuple[Path, ...], copy_bps: float, **o: Any) -> Report:  # fmt: skip
+                  traces: tuple[Path, ...], copy_bps: float | None, ram: int | None, **o: Any) -> Report:  # fmt: skip
     """What each tier holds and for how long, what its link and its flash must bear, what the daemon itself takes."""
     tiers, d = _tiers(o, model)
-    asked = Asked(tiers, rate, prompt, answer, session, hits, not o["inclusive"], o["checkpoint_every"], copy_bps)
+    if copy_bps is None:
+        copy_bps = d.hardware.link("memcpy").read_bps if "memcpy" in d.hardware.data["link"] else 0.0
+    limit = memory_limit() if ram is None else ram
+    asked = Asked(tiers, rate, prompt, answer, session, hits, not o["inclusive"], o["checkpoint_every"], copy_bps,
+                  limit, ram is None)  # fmt: skip
     return tiers_report(d, asked, traces)
 
 

@@ -97,6 +97,7 @@ def read_config(config: Mapping[str, Any], how: Reading = AS_IS, name: str = "")
     fields = Fields(config)
     precision = Precision(how.kv_dtype, how.index_dtype, how.encoder_tokens)
     reader = READERS.get(fields.model_type)
+    bound = False
     notes: tuple[str, ...] = ()
     try:
         if reader is None:
@@ -107,15 +108,15 @@ def read_config(config: Mapping[str, Any], how: Reading = AS_IS, name: str = "")
         if not how.assume_full:
             raise
         components = upper_bound(fields, precision)
+        bound = True
         notes = ("upper bound: every layer counted as full attention over all its heads",)
     if how.draft:
         components = [*components, *_draft(fields, components)]
     limit = fields.get("max_position_embeddings", 0)
     used = how.kv_dtype or ("fp8" if reader is latent.deepseek_v4 else "bf16")
     notes += _quantized(config, how.kv_dtype)
-    return Spec(
-        name or fields.model_type, used, tuple(merge(components)), limit if isinstance(limit, int) else 0, notes
-    )
+    longest = limit if isinstance(limit, int) else 0
+    return Spec(name or fields.model_type, used, tuple(merge(components)), longest, notes, bound)
 
 
 def upper_bound(fields: Fields, p: Precision) -> list[Component]:
@@ -133,7 +134,7 @@ def _draft(fields: Fields, components: list[Component]) -> list[Component]:
     extra = max(fields.count(k) for k in ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"))
     if not extra:
         raise bad("draft", "a config that declares draft layers (num_nextn_predict_layers)", "none")
-    full = [c for c in components if c.rule is Rule.LINEAR]
+    full = [c for c in merge(components) if c.rule is Rule.LINEAR]
     return [c._replace(name=f"draft-{c.name}", layers=extra) for c in full]
 
 

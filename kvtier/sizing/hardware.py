@@ -67,6 +67,17 @@ class Gpu(NamedTuple):
 SECTIONS: Final = ("gpu", "link", "price", "plan")
 
 
+PRICES: Final = {"gpu": "gpu_hour", "dram": "dram_gb_month", "nvme": "nvme_gb_month", "object": "object_gb_month"}
+"""Names that a price is given under -> fields of the table."""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) >= 0
+    except ValueError:
+        return False
+
+
 class Hardware:
     """The tables, with a user's file laid over the defaults."""
 
@@ -99,6 +110,7 @@ class Hardware:
                 mine[key] = {**known, "source": "exact", **value}
             elif key == "gpu_hour" and isinstance(value, Mapping):
                 mine[key] = {**mine[key], **value}
+                mine.setdefault("given", []).append(key)
             elif key not in mine:
                 raise bad(f"{section}.{key}", f"one of {', '.join(k for k in mine if k not in ('source', 'note'))}")
             else:
@@ -151,8 +163,22 @@ class Hardware:
 
     def gpu_hour(self, gpu: str) -> tuple[float, Source]:
         """Price of a GPU hour, 0 where no one gave one."""
-        hours = self.data["price"]["gpu_hour"]
-        return float(hours.get(gpu, 0.0)), Source.ASSUMED
+        table = self.data["price"]
+        given = "gpu_hour" in table.get("given", ())
+        dollars = {name.lower(): price for name, price in table["gpu_hour"].items()}.get(gpu.lower(), 0.0)
+        return float(dollars), Source.EXACT if given else Source.ASSUMED
+
+    def set_price(self, text: str) -> None:
+        """Take NAME=DOLLARS: gpu an hour; dram, nvme, object a GB and month. Raises KvtierError naming the price."""
+        name, _, dollars = text.partition("=")
+        if name not in PRICES or not _is_number(dollars):
+            raise bad("price", f"one of {', '.join(PRICES)} as NAME=DOLLARS", text)
+        table = self.data["price"]
+        if name == "gpu":
+            table["gpu_hour"] = dict.fromkeys(self.data["gpu"], float(dollars))
+        else:
+            table[PRICES[name]] = float(dollars)
+        table.setdefault("given", []).append(PRICES[name])
 
     def _row(self, section: str, name: str) -> Mapping[str, Any]:
         table: Mapping[str, Mapping[str, Any]] = self.data[section]

@@ -25,7 +25,7 @@ class Model(NamedTuple):
     active: float
     weights_dtype: str
     sure: str
-    """high, medium or 'config' for a config that the user gave."""
+    """high, medium-high, medium, or for a config that the user gave: config, low for an upper bound."""
     source: str
     weights_bytes: int = 0
     """Bytes of the checkpoint on disk, 0 where unknown."""
@@ -103,7 +103,8 @@ def _from_disk(path: Path, how: Reading) -> Model:
     spec = read_config(config, how, path.parent.name if path.name == "config.json" else path.stem)
     spec = spec._replace(notes=spec.notes + _declared_kv(path, how))
     total, active = estimate(config, spec)
-    return Model(spec, config, total, active, _declared_weights(config), "config", str(path), _weights_beside(path))
+    sure = "low" if spec.bound else "config"
+    return Model(spec, config, total, active, _declared_weights(config), sure, str(path), _weights_beside(path))
 
 
 def _declared_kv(path: Path, how: Reading) -> tuple[str, ...]:

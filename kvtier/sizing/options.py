@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -125,6 +126,21 @@ def deployment(model: str, o: dict[str, Any]) -> Deployment:
     par, engine = split(o)
     return Deployment(load(model, reading(o)), hardware, hardware.gpu(o["gpu"]), par, engine, o["weights"], o["mfu"],
                       o["compute_dtype"] or "", o["replicas"], o["model_cost"] == "causal")  # fmt: skip
+
+
+def memory_limit() -> int:
+    """Bytes of memory that this process may have: RAM, or the tightest cgroup above it; 0 where neither is told."""
+    limits = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        limits.append(1024 * int(next(line for line in lines if line.startswith("MemTotal:")).split()[1]))
+    with contextlib.suppress(OSError, StopIteration):
+        own = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
+        group = Path("/sys/fs/cgroup") / own[3:].lstrip("/")
+        for folder in (group, *group.parents):
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int((folder / "memory.max").read_text()))
+    return min(limits, default=0)
 
 
 def pick_link(hardware: Hardware, given: str | None, measured: str, default: str) -> Link:

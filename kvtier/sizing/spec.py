@@ -62,6 +62,8 @@ class Spec(NamedTuple):
     components: tuple[Component, ...]
     max_tokens: int = 0
     notes: tuple[str, ...] = ()
+    bound: bool = False
+    """Whether this is an upper bound for an architecture that is not known."""
 
     @property
     def slope(self) -> Fraction:

@@ -13,6 +13,7 @@ from kvtier.sizing.report import Report, Table, Value
 from kvtier.sizing.spec import stored
 from kvtier.sizing.tiers import Flow, Held, Tier, hold, own_budget
 from kvtier.sizing.traces import load_trace
+from kvtier.sizing.units import show_bytes
 from kvtier.types import bad
 
 BLOCK = 64
@@ -30,6 +31,10 @@ class Asked(NamedTuple):
     exclusive: bool
     checkpoint_every: int
     copy_bps: float = 0.0
+    """What host memory copies; 0 where no one measured it."""
+    ram: int = 0
+    """Memory of the host; 0 where unknown."""
+    ram_measured: bool = False
 
 
 def _given_hits(text: str | None, tiers: Sequence[Tier]) -> tuple[float, ...]:
@@ -83,9 +88,15 @@ def tiers_report(d: Deployment, asked: Asked, traces: Sequence[Path] = ()) -> Re
         Value("daemon_gpu_bytes", own.device_bytes, "B", own.source, "context on each GPU"),
         Value("daemon_disk_bytes", own.disk_bytes if held[-1].tier.name == "disk" else 0, "B", own.source, "catalogue"),
         Value("host_memory_needed", host + own.host_bytes, "B", own.source, "host tier and daemon"),
+        Value("host_memory_limit", asked.ram, "B", Source.MEASURED if asked.ram_measured else Source.EXACT,
+              "of this host" if asked.ram_measured else ""),
         Value("sharing", "exclusive" if asked.exclusive else "inclusive", "", Source.EXACT),
     ]  # fmt: skip
     notes = [*d.model.spec.notes, *_warnings(held, asked, flow, per_token)]
+    if host and 0 < asked.ram < host + own.host_bytes:
+        notes.append(
+            f"host: {show_bytes(host + own.host_bytes)} do not fit in {show_bytes(asked.ram)}; engines pin more"
+        )
     return Report(
         f"tiers for {d.model.spec.name}",
         values,
