@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,16 +26,13 @@ from kvtier.sizing.report import Column, Report, Table, Value
 from kvtier.types import bad
 
 LANES: Final = 4
-BUDGET_S: Final = 0.15
-"""Time spent on each size of a sweep."""
-
 TIMEOUT_S: Final = 10.0
 
 COLD: Final = 256 << 20
 """Bytes of memory that copies walk through, so that caches do not answer for it."""
 
 
-def _best(act: Callable[[], object]) -> float:
+def _best(act: Callable[[], object], budget_s: float) -> float:
     """The shortest of a few rounds."""
     best, spent = float("inf"), 0.0
     for n in range(1000):
@@ -43,19 +40,26 @@ def _best(act: Callable[[], object]) -> float:
         act()
         took = time.perf_counter() - start
         best, spent = min(best, took), spent + took
-        if spent > BUDGET_S and n >= 2:
+        if spent > budget_s and n >= 2:
             break
     return max(best, 1e-9)
 
 
-def _sweep(most: int, act: Callable[[int], object]) -> Fitted:
-    """The line through a sweep of sizes."""
-    return fit_link([Sample(size, _best(functools.partial(act, size))) for size in sweep_sizes(most)])
+class Sweep(NamedTuple):
+    """How large transfers get, and how long each size is tried."""
+
+    most: int
+    budget_s: float = 0.15
+
+    def line(self, act: Callable[[int], object]) -> Fitted:
+        """Start-up time and bandwidth of an act, from sizes up to the largest."""
+        sizes = sweep_sizes(self.most)
+        return fit_link([Sample(size, _best(functools.partial(act, size), self.budget_s)) for size in sizes])
 
 
-def memory(most: int) -> Measured:
+def memory(sweep: Sweep) -> Measured:
     """Copies within host memory, one thread, walking through more than a processor's caches hold."""
-    region = max(most, COLD)
+    region = max(sweep.most, min(COLD, 64 * sweep.most))
     source, target = np.ones(region, np.uint8), np.ones(region, np.uint8)
     at = 0
 
@@ -64,12 +68,13 @@ def memory(most: int) -> Measured:
         at = at + size if at + 2 * size <= region else 0
         np.copyto(target[at : at + size], source[at : at + size])
 
-    both = _sweep(most, once)
+    both = sweep.line(once)
     return Measured(both, both, "host memory to host memory, one thread")
 
 
-def disk(folder: Path, most: int) -> Measured:
+def disk(folder: Path, sweep: Sweep) -> Measured:
     """Reads and writes past the page cache where the file system lets us, several at a time."""
+    most = sweep.most
     buffer = mmap.mmap(-1, most)
     buffer.write(os.urandom(1 << 20) * (most >> 20))
     with _scratch(folder, most) as (fd, direct), ThreadPoolExecutor(LANES) as pool:
@@ -94,8 +99,8 @@ def disk(folder: Path, most: int) -> Measured:
             each(write, size)
             os.fdatasync(fd)
 
-        wrote = _sweep(most, written)
-        got = _sweep(most, lambda size: each(read, size))
+        wrote = sweep.line(written)
+        got = sweep.line(lambda size: each(read, size))
         view.release()
     return Measured(
         got,
@@ -135,7 +140,7 @@ def _receive(sock: socket.socket, size: int, buffer: bytearray) -> None:
         left -= got
 
 
-def loopback(most: int) -> Measured:
+def loopback(sweep: Sweep) -> Measured:
     """TCP to ourselves: what a second process on this host costs at most."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(TIMEOUT_S)
@@ -144,7 +149,7 @@ def loopback(most: int) -> Measured:
     with client, other:
         other.settimeout(TIMEOUT_S)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        payload, sink = bytes(most), bytearray(1 << 20)
+        payload, sink = bytes(sweep.most), bytearray(1 << 20)
 
         def once(size: int) -> None:
             sender = threading.Thread(target=client.sendall, args=(memoryview(payload)[:size],))
@@ -152,11 +157,11 @@ def loopback(most: int) -> Measured:
             _receive(other, size, sink)
             sender.join()
 
-        both = _sweep(most, once)
+        both = sweep.line(once)
     return Measured(both, both, "TCP on 127.0.0.1, one connection")
 
 
-def peer(address: str, most: int) -> Measured:
+def peer(address: str, sweep: Sweep) -> Measured:
     """An echo service elsewhere; each size goes there and back, half of the time counts. Raises KvtierError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -167,7 +172,7 @@ def peer(address: str, most: int) -> Measured:
         raise bad("peer", f"an echo service that answers ({exc})", address) from None
     with sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        payload, sink = bytes(most), bytearray(1 << 20)
+        payload, sink = bytes(sweep.most), bytearray(1 << 20)
 
         def there_and_back(size: int) -> None:
             sender = threading.Thread(target=sock.sendall, args=(memoryview(payload)[:size],))
@@ -176,14 +181,14 @@ def peer(address: str, most: int) -> Measured:
             sender.join()
 
         try:
-            trip = _sweep(most, there_and_back)
+            trip = sweep.line(there_and_back)
         except (OSError, EOFError) as exc:
             raise bad("peer", f"an echo service that sends back all it gets ({exc})", address) from None
     one = Fitted(trip.bytes_per_s * 2, trip.t0_s / 2)
     return Measured(one, one, f"TCP echo at {address}, half of the round trip")
 
 
-def pinned(most: int) -> Measured | None:
+def pinned(sweep: Sweep) -> Measured | None:
     """Copies between pinned host memory and the first GPU, both ways; None without one."""
     if importlib.util.find_spec("cupy") is None:
         return None
@@ -191,8 +196,8 @@ def pinned(most: int) -> Measured | None:
     if not cupy.is_available():
         return None
     runtime = cupy.cuda.runtime
-    host = cupy.cuda.alloc_pinned_memory(most)
-    device = cupy.cuda.alloc(most)
+    host = cupy.cuda.alloc_pinned_memory(sweep.most)
+    device = cupy.cuda.alloc(sweep.most)
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def copy(to: int, source: int, kind: int) -> Fitted:
@@ -200,21 +205,20 @@ def pinned(most: int) -> Measured | None:
             runtime.memcpyAsync(to, source, size, kind, stream.ptr)
             stream.synchronize()
 
-        return _sweep(most, once)
+        return sweep.line(once)
 
     up = copy(device.ptr, host.ptr, runtime.memcpyHostToDevice)
     down = copy(host.ptr, device.ptr, runtime.memcpyDeviceToHost)
     return Measured(up, down, "pinned host memory and GPU 0, copy engine")
 
 
-def measure(folder: Path, echo: str | None, most: int, target: Path | None) -> Report:
+def measure(folder: Path, echo: str | None, sweep: Sweep, target: Path | None) -> Report:
     """All links of this host; written to `target` over what it measured before. Raises KvtierError."""
-    if most < 1 << 20:
-        raise bad("size", "at least 1MiB", most)
-    links = {"memcpy": memory(most), "disk": disk(folder, most), "loopback": loopback(most)}
-    if echo is not None:
-        links["peer"] = peer(echo, most)
-    copies = pinned(most)
+    if sweep.most < 1 << 20:
+        raise bad("size", "at least 1MiB", sweep.most)
+    links = {} if echo is None else {"peer": peer(echo, sweep)}
+    links |= {"memcpy": memory(sweep), "disk": disk(folder, sweep), "loopback": loopback(sweep)}
+    copies = pinned(sweep)
     if copies is not None:
         links["h2d"] = copies
     host = f"{platform.node()}, {os.cpu_count()} CPUs, Linux {platform.release()}"

@@ -327,15 +327,18 @@ def seed_command(model_cost: str, as_json: bool) -> None:
               help="Folder on the disk to measure.")  # fmt: skip
 @click.option("--peer", help="HOST:PORT of an echo service on another host.")
 @click.option("--size", "most", type=BYTES, default="64MiB", show_default=True, help="Largest transfer of a sweep.")
+@click.option("--each", type=SECONDS, default="150ms", show_default=True, help="Time spent on each size.")
 @click.option("--dry-run", is_flag=True, help="Measure and print, write nothing.")
 @answers
-def probe(target: Path | None, disk: Path, peer: str | None, most: int, dry_run: bool) -> Report:
+def probe(target: Path | None, disk: Path, peer: str | None, most: int, each: float, dry_run: bool) -> Report:
     """Measure this host (memory, disk, loopback, a peer, pinned copies where there is a GPU) into a TOML file.
 
     The other commands read that file in place of their defaults.
     """
     measuring = importlib.import_module("kvtier.probe")  # clocks and sockets stay out of the arithmetic
-    report: Report = measuring.measure(disk, peer, most, None if dry_run else target or default_hardware())
+    report: Report = measuring.measure(
+        disk, peer, measuring.Sweep(most, each), None if dry_run else target or default_hardware()
+    )
     return report
 
 

@@ -115,6 +115,15 @@ def fit_report(d: Deployment, load: Load, given_pool: int = 0) -> Report:
     return Report(f"{spec.name} on {d.replicas} x {d.par.ranks} {d.gpu.name}", values, (), notes)
 
 
+def _utilization(d: Deployment, load: Load, requests: float) -> float:
+    """Share of a GPU's memory that weights, reserves and the KV of so many requests take."""
+    parts = dict(pool_of(d).parts)
+    kept = parts["weights"] + parts["reserve"] + parts["activations"]
+    whole = rank_allocation(d.model.spec, load.prompt + load.answer, d.par, d.engine)
+    shared = rank_allocation(d.model.spec, load.shared, d.par, d.engine) if load.shared else 0
+    return (kept + shared + requests / d.replicas * (whole - shared)) / d.gpu.memory
+
+
 def _little(load: Load, d: Deployment, fits: Concurrency, ttft: float, tpot: float) -> list[Value]:
     """N = rate x time in the system, against what fits; prefill's own limit beside it."""
     resident = load.rate * (ttft + load.answer * tpot)
@@ -125,6 +134,13 @@ def _little(load: Load, d: Deployment, fits: Concurrency, ttft: float, tpot: flo
         Value("little_requests", resident, "", Source.ASSUMED, "rate x (TTFT + answer x TPOT), in the system at once"),
         Value(
             "little_load", resident / most if most else float("inf"), "%", Source.ASSUMED, "of the admitted requests"
+        ),
+        Value(
+            "utilization_needed",
+            _utilization(d, load, resident),
+            "%",
+            Source.ASSUMED,
+            "of GPU memory, to admit all of them",
         ),
         Value("prefill_load", prefill, "%", Source.ASSUMED, "of the replicas' time spent in prefill"),
         Value("verdict", verdict, "", Source.ASSUMED),

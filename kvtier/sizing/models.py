@@ -89,7 +89,15 @@ def load(name: str, how: Reading = AS_IS) -> Model:
     row = find(name)
     config = expand(row["config"])
     spec = read_config(config, how._replace(kv_dtype=how.kv_dtype or row.get("kv_dtype", "")), row["name"])
-    return Model(spec, config, row["params_b"] * 1e9, row["active_b"] * 1e9, row["weights"], row["sure"], row["source"])
+    return Model(
+        spec,
+        config,
+        round(row["params_b"] * 1e9),
+        round(row["active_b"] * 1e9),
+        row["weights"],
+        row["sure"],
+        row["source"],
+    )
 
 
 def _from_disk(path: Path, how: Reading) -> Model:
