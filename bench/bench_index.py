@@ -208,9 +208,9 @@ def ordered_dict(leaves: int, calls: int, seed: int) -> dict[str, Subject]:
 
 def memory(bench: Bench) -> None:
     """Resident bytes a page beside its key, each shape in a fresh process, every page with chain key and copy."""
-    count = 500 if bench.tiny else 30_000
+    count, prompts = (2_000, 20) if bench.tiny else (30_000, 100)
     shapes = {
-        "100 prompts of 20,000 tokens, turns of 2,048": (count // 300, 20_000, 32),
+        f"{prompts} prompts of 20,000 tokens, turns of 2,048": (prompts, 20_000, 32),
         f"{count:,} suffixes of 256 tokens": (count, 256, 4),
         f"{count:,} suffixes of one page": (count, PAGE, 1),
     }

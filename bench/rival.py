@@ -70,7 +70,7 @@ class Running:
 
     def __init__(self, rival: Rival, *args: object) -> None:
         self.rival = rival
-        self._log = (VENVS if rival.pip else ROOT / "build") / f"{rival.folder}.log"
+        self._log = VENVS / f"{rival.folder}.log"
         python = rival.python()
         self._log.parent.mkdir(exist_ok=True)
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}

@@ -49,14 +49,14 @@ class Frames:
 
     def next(self) -> Frame | None:
         """The next whole frame, or None until more is fed; raises KvtierError where the stream cannot go on."""
+        data, start = self._data, self._at + HEADER.size
         if self._header is None:
-            if self.buffered < HEADER.size:
+            if len(data) < start:
                 return None
-            self._header = parse_header(self._data[self._at : self._at + HEADER.size], self._max_body)
-        start = self._at + HEADER.size
-        end = start + self._header.length
-        if len(self._data) < end:
+            self._header = parse_header(data[self._at : start], self._max_body)
+        length, verb, request = self._header
+        end = start + length
+        if len(data) < end:
             return None
-        _, verb, request = self._header
         self._at, self._header = end, None
-        return Frame(verb, request, memoryview(self._data)[start:end])
+        return Frame(verb, request, memoryview(data)[start:end])

@@ -52,7 +52,8 @@ class SyncLink:
     def _fresh(self) -> None:
         """Locks and tickets of this process."""
         self._inbox = Inbox()
-        self._state = threading.Condition()
+        self._lock = threading.Lock()
+        self._state = threading.Condition(self._lock)
         self._reading = False
         self._waiting = 0
         self._sending = threading.Lock()
@@ -181,7 +182,7 @@ class SyncLink:
             return
         pipe.drop()
         self.recovery.lost(time.monotonic())
-        with self._state:
+        with self._lock:
             self._inbox.fail(Away(reason))
             self._state.notify_all()
 
@@ -194,7 +195,7 @@ class SyncLink:
             raise Away("the connection is lost")
         if len(self._inbox.tickets) >= IN_FLIGHT:
             self._thin_out(deadline)
-        with self._state:
+        with self._lock:
             ticket = self._inbox.ticket(joined, reply)
         try:
             raw = wire.request_frame(message, ticket.request)
@@ -219,7 +220,7 @@ class SyncLink:
     def _thin_out(self, deadline: float) -> None:
         """Wait for the oldest replies where many are in flight: neither side's buffers may fill with them."""
         while len(self._inbox.tickets) >= IN_FLIGHT:
-            with self._state:
+            with self._lock:
                 oldest = next(iter(self._inbox.tickets.values()), None)
             if oldest is not None and not self._await(oldest, deadline):
                 raise Away("too many requests are in flight")
@@ -235,7 +236,7 @@ class SyncLink:
     def _await(self, ticket: Ticket[Any], deadline: float) -> bool:
         """Whether the ticket ends in time. One waiting thread reads for all; the others sleep."""
         while True:
-            with self._state:
+            with self._lock:
                 while not ticket.done and self._reading:
                     if not self._sleep(deadline):
                         return ticket.done
@@ -258,14 +259,14 @@ class SyncLink:
         try:
             return self._read(deadline)
         finally:
-            with self._state:
+            with self._lock:
                 self._reading = False
                 if self._waiting:
                     self._state.notify_all()
 
     def _read_aside(self) -> bool:
         """Read what is there; False where another thread reads."""
-        with self._state:
+        with self._lock:
             if self._reading:
                 return False
             self._reading = True
@@ -286,7 +287,7 @@ class SyncLink:
             return False
         try:
             pipe.frames.feed(data)
-            with self._state:
+            with self._lock:
                 while (frame := pipe.frames.next()) is not None:
                     self._inbox.take(frame)
         except KvtierError as exc:
@@ -297,7 +298,7 @@ class SyncLink:
         """Events that have come, in order; reads what is there unless another thread does."""
         if self.joined is not None:
             self._read_aside()
-        with self._state:
+        with self._lock:
             events = list(self._inbox.events)
             self._inbox.events.clear()
         return events
