@@ -66,7 +66,10 @@ class Admin:
 class Lazy(click.Group):
     """Adds groups of other modules without importing them before they are used."""
 
-    more: Final = {"size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity.")}
+    more: Final = {
+        "probe": ("kvtier.sizing.cli", "probe", "Measure this host's links for `size`."),
+        "size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity."),
+    }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all verbs."""
