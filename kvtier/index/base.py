@@ -15,6 +15,10 @@ from kvtier.index.order import Order
 from kvtier.types import NO_COPY, RUN_PAGES, Kind
 
 
+_HOLE = b"\xff" * 8
+"""NO_COPY as it lies in an array of handles."""
+
+
 class Dropped(NamedTuple):
     """Copies that left the index: the tier's owner frees them."""
 
@@ -84,8 +88,8 @@ class Index:
         if kept is None:
             kept = node.sums[group] = array("Q", bytes(8 * node.pages))
         end = at + len(handles)
-        if isinstance(handles, array) and isinstance(sums, array) and handles.count(NO_COPY) == 0:
-            assert held[at:end] == blank(len(handles)), "copy overwritten"
+        if isinstance(handles, array) and isinstance(sums, array) and _HOLE not in handles.tobytes():
+            assert held[at:end].tobytes() == _HOLE * len(handles), "copy overwritten"
             held[at:end], kept[at:end] = handles, sums
             self._gain(node, tier, len(handles))
             return
