@@ -8,6 +8,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -71,13 +72,17 @@ def rows(*at: int) -> bytes:
 
 
 class Failing(Calls):
-    """System calls that fail while told to."""
+    """System calls that fail, or wait, while told to."""
 
     def __init__(self) -> None:
         self.broken = False
+        self.gate = threading.Event()
+        """While it is not set, no write ends."""
+        self.gate.set()
 
     def pwritev(self, *args: object) -> int:
         """Write, or fail as a device does."""
+        self.gate.wait()
         if self.broken:
             raise OSError(errno.EIO, "injected")
         return os.pwritev(*args)
