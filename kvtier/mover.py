@@ -76,16 +76,26 @@ class Mover:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await _drained(future)
+            await drained(future)
             raise
         finally:
             self.running -= 1
+
+    async def share(self, fn: Callable[..., T], parts: Iterable[Any], *args: Any) -> list[T]:
+        """fn(*args, part) of every part, side by side; ends, however it ends, only when all of them have."""
+        done = await asyncio.gather(*(self.run(fn, *args, part) for part in parts), return_exceptions=True)
+        results = []
+        for each in done:
+            if isinstance(each, BaseException):
+                raise each
+            results.append(each)
+        return results
 
     async def checksums(self, items: list[Views], item_bytes: int) -> list[int]:
         """xxh3-64 of each item of `item_bytes` bytes."""
         if len(items) * item_bytes <= INLINE_BYTES:
             return digests(items)
-        parts = await asyncio.gather(*(self.run(digests, part) for part in batches(items, lambda _: item_bytes)))
+        parts = await self.share(digests, batches(items, lambda _: item_bytes))
         return [total for part in parts for total in part]
 
     def close(self) -> None:
@@ -94,7 +104,7 @@ class Mover:
         self._background.shutdown(wait=True, cancel_futures=True)
 
 
-async def _drained(future: asyncio.Future[Any]) -> None:
+async def drained(future: asyncio.Future[Any]) -> None:
     """Wait for a future whatever happens to the waiting task, leaving its result alone."""
     while not future.done():
         try:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
-import mmap
 import os
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -17,37 +13,8 @@ import pytest
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
-from kvtier.store import Store
-from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.host import HostTier
 from kvtier.types import Code, Kind, KvtierError, Presence, Tier
-
-MIB = 1 << 20
-
-
-@contextlib.asynccontextmanager
-async def storing(path: Path | None, host: int = 4 * MIB, disk: int = 64 * MIB, **more: float) -> AsyncIterator[Store]:
-    """A started store on a directory (None: no disk tier), drained at the end."""
-    loop = asyncio.get_running_loop()
-    tier = None if path is None else DiskTier(path, disk, post=loop.call_soon_threadsafe)
-    store = Store(HostTier(host, slab_bytes=256 << 10, prefault=False), tier, **more)
-    await store.start()
-    try:
-        yield store
-    finally:
-        await store.drain(10.0)
-
-
-def drop_host(store: Store) -> None:
-    """Evict everything that can be evicted from host."""
-    for pool in store.parts.host.pools:
-        store.parts.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
-
-
-async def quiet(store: Store) -> None:
-    """Wait until nothing is on its way to disk."""
-    await store.parts.persist.flush(list(store.parts.caches.values()), asyncio.get_running_loop().time() + 20)
-
+from storekit import MIB, drop_host, memfd, quiet, storing
 
 GROUPS = {
     "full": (FULL,),
@@ -574,15 +541,6 @@ async def test_polls_send_only_new_tokens_and_count_once() -> None:
             assert (await engine.match(b"", first.handle)).pages == 10
         assert (first.pages, again.pages, again.handle) == (4, 10, first.handle)
         assert store.parts.caches[engine.opened.cache].counts["requests"] == before + 1
-
-
-def memfd(rows: int, stride: int, *, sealed: bool) -> tuple[int, np.ndarray]:
-    """An engine's own shared memory, with its mapping."""
-    fd = os.memfd_create("engine", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, rows * stride)
-    if sealed:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    return fd, np.frombuffer(mmap.mmap(fd, rows * stride), np.uint8).reshape(rows, stride)
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["mapped", "by fd"])

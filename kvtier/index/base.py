@@ -14,7 +14,6 @@ from kvtier.index.node import LOCAL, TIERS, Node, blank
 from kvtier.index.order import Order
 from kvtier.types import NO_COPY, RUN_PAGES, Kind
 
-
 _HOLE = b"\xff" * 8
 """NO_COPY as it lies in an array of handles."""
 

@@ -94,10 +94,9 @@ class RadixIndex(Index):
             child = node.children.get(keys[at : at + self.stride])
             if child is None:
                 break
-            shared = self._common(child.edge, keys, at)
-            total += shared
-            if shared < child.pages:
-                break
+            if not keys.startswith(child.edge, at):
+                return total + self._common(child.edge, keys, at)
+            total += child.pages
             at += len(child.edge)
             node = child
         return total

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Dropped, KeyedIndex, Node, Order, RadixIndex
 from kvtier.tiers.pool import HostPool
 from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
+
+if TYPE_CHECKING:
+    from kvtier.store.reserve import Reservation
 
 
 class Cache:
@@ -35,6 +38,8 @@ class Cache:
         """The disk tier's number of this cache, once it has one."""
         self.retired = False
         """An old epoch: nothing matches and nothing is stored any more."""
+        self.reservations: set[Reservation] = set()
+        """Those that are not over."""
         self.counts: Counter[str] = Counter()
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 
-from kvtier.mover import INLINE_BYTES, digest
-from kvtier.store.instance import Instance, Process
+from kvtier.mover import INLINE_BYTES, digest, drained
+from kvtier.store.instance import Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, bad
@@ -35,16 +36,10 @@ class Commits:
         first = msg.first - res.start
         if first < 0 or msg.pages < 1 or first + msg.pages > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", (msg.first, msg.pages))
-        positions = res.mark(process, first, msg.pages)
-        return self.complete(process, res, positions)
+        return self.complete(res, res.mark(process, first, msg.pages))
 
     def complete(
-        self,
-        process: Process,
-        res: Reservation,
-        positions: list[int],
-        *,
-        sums: dict[tuple[int, int], int] | None = None,
+        self, res: Reservation, positions: list[int], *, sums: dict[tuple[int, int], int] | None = None
     ) -> Committed | Awaitable[Committed]:
         """Take the checksums of complete positions (unless given) and serve what can be served."""
         items = res.items(positions)
@@ -52,34 +47,43 @@ class Commits:
         if sums is None and cost <= INLINE_BYTES:
             sums = {(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items}
         if sums is not None:
-            return self._serve(process, res, positions, sums)
-        return self._sum_and_serve(process, res, positions, items)
+            return self._serve(res, positions, sums)
+        return self._sum_and_serve(res, positions, items)
 
     async def _sum_and_serve(
-        self, process: Process, res: Reservation, positions: list[int], items: list[tuple[int, int, int]]
+        self, res: Reservation, positions: list[int], items: list[tuple[int, int, int]]
     ) -> Committed:
+        """The same in worker threads. Cancelled or not, the pages are complete and are served."""
         res.hashing += 1
-        sums: dict[tuple[int, int], int] = {}
+        work = asyncio.ensure_future(self._sums(res, items))
         try:
-            for group in {g for g, _, _ in items}:
-                mine = [(at, res.cache.views(group, h)) for g, at, h in items if g == group]
-                found = await self.parts.mover.checksums([v for _, v in mine], res.cache.item_bytes[group])
-                sums.update({(group, at): total for (at, _), total in zip(mine, found, strict=True)})
+            await asyncio.shield(work)
         finally:
+            await drained(work)
             res.hashing -= 1
-            reply = self._serve(process, res, positions if len(sums) == len(items) else [], sums)
+            reply = self._serve(res, positions, None if work.cancelled() or work.exception() else work.result())
         return reply
 
-    def _serve(
-        self, process: Process, res: Reservation, positions: list[int], sums: dict[tuple[int, int], int]
-    ) -> Committed:
+    async def _sums(self, res: Reservation, items: list[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
+        """Checksums by (group, position)."""
+        sums: dict[tuple[int, int], int] = {}
+        for group in {g for g, _, _ in items}:
+            mine = [(at, res.cache.views(group, h)) for g, at, h in items if g == group]
+            found = await self.parts.mover.checksums([v for _, v in mine], res.cache.item_bytes[group])
+            sums.update({(group, at): total for (at, _), total in zip(mine, found, strict=True)})
+        return sums
+
+    def _serve(self, res: Reservation, positions: list[int], sums: dict[tuple[int, int], int] | None) -> Committed:
         """Publish what is complete, here and in reservations that waited for it."""
+        before = res.next
         res.summed(positions, sums)
-        self._publish(process, res, positions)
+        self._publish(res, positions)
         reply = Committed(res.published, res.waiting)
         self.settle(res)
         if not res.cache.spec.keyed:
-            self._wake(process, res)
+            self._await(res)
+            if res.next != before:
+                self._wake(res)
         return reply
 
     def settle(self, res: Reservation) -> None:
@@ -89,7 +93,7 @@ class Commits:
         else:
             self._finish(res)
 
-    def _publish(self, process: Process, res: Reservation, positions: list[int]) -> None:
+    def _publish(self, res: Reservation, positions: list[int]) -> None:
         if res.over:
             return
         now = self.parts.now()
@@ -99,52 +103,67 @@ class Commits:
             return
         first, end = res.publish(now)
         if first < end:
-            self.parts.persist.offer(res.cache, res.nodes[0], first, end, _durable(process, res))
+            self.parts.persist.offer(res.cache, res.nodes[0], first, end, _durable(res))
 
-    def _wake(self, process: Process, res: Reservation) -> None:
-        """Others' pages may follow what was just served, or never be served any more."""
-        waiting = self.parts.waiting
-        for other in [r for r in waiting if r.cache is res.cache and r is not res]:
-            before = other.next
-            self._publish(process, other, [])
-            if other.next != before or other.over:
-                self._finish(other)
+    def _await(self, res: Reservation) -> None:
+        """Remember it while it has complete pages that are not served."""
         if res.waiting and not res.over:
-            waiting.add(res)
+            self.parts.waiting.add(res)
         else:
-            waiting.discard(res)
+            self.parts.waiting.discard(res)
+
+    def _wake(self, res: Reservation) -> None:
+        """Others' pages may follow what was just served."""
+        for other in self._waiting(res):
+            before = other.next
+            self._publish(other, [])
+            if other.next != before:
+                self._finish(other)
+                self._await(other)
+
+    def _waiting(self, res: Reservation) -> list[Reservation]:
+        """Other reservations of its cache that wait for a page, those that others wait for first."""
+        found = [r for r in self.parts.waiting if r.cache is res.cache and r is not res]
+        return sorted(found, key=lambda r: r.start)
 
     def _finish(self, res: Reservation) -> None:
-        """End a reservation that is all served, or that can go no further."""
-        if res.over or res.hashing:
-            return
-        if res.settled or res.nodes[0].dead or (res.stuck and self._quiet(res)):
+        """End a reservation that is all served, or that can go no further and that nobody writes into."""
+        if self._ended(res):
             self._end(res)
 
+    def _ended(self, res: Reservation) -> bool:
+        """Whether a reservation is over, giving up first what waits for a page that nobody will serve."""
+        if res.over or res.hashing:
+            return False
+        if res.waiting and not res.cache.spec.keyed and not self._fed(res):
+            res.abandon(complete=True)
+        return res.settled or ((res.dead or res.stuck) and self._quiet(res))
+
     def _end(self, res: Reservation) -> None:
+        """Its slots return; what waited for pages that it gave up ends too."""
         if res.over or res.hashing:
             return
-        res.drop(self.parts.unlease, quarantine=False)
-        self.parts.waiting.discard(res)
-        res.instance.finish(res.number, res.published)
-        for other in [r for r in self.parts.waiting if r.cache is res.cache and not r.hashing]:
-            if not other.over and not self._fed(other):
-                other.abandon()
-                self._end(other)
+        served = res.settled
+        self.parts.end(res)
+        if not served:
+            for other in self._waiting(res):
+                if self._ended(other):
+                    self.parts.end(other)
 
-    def _fed(self, res: Reservation) -> bool:
+    @staticmethod
+    def _fed(res: Reservation) -> bool:
         """Whether the page before the next to serve is served or still reserved by somebody."""
         page = res.start + res.next
-        if res.nodes[0].dead or page == 0:
-            return not res.nodes[0].dead
-        node, at = res.cache.index.locate(res.nodes[0], page - 1)
-        if at < node.live:
-            return True
-        return any(
-            not r.over and not r.stuck and r is not res and r.start <= page - 1 < r.start + r.pages
-            for instance in self.parts.instances.values()
-            for r in instance.reservations.values()
-            if r.cache is res.cache
+        if res.dead or page == 0:
+            return not res.dead
+        locate = res.cache.index.locate
+        node, at = locate(res.nodes[0], page - 1)
+        return at < node.live or any(
+            r.start <= page - 1 < r.start + r.pages
+            and r is not res
+            and not r.stuck
+            and locate(r.nodes[0], page - 1)[0] is node
+            for r in res.cache.reservations
         )
 
     # -- giving up ---------------------------------------------------------------------------------------------
@@ -155,31 +174,29 @@ class Commits:
         if res is not None:
             res.acks.add(process)
             res.abandon()
-            if res.stuck and not self._quiet(res):
-                return Ok()
             self._finish(res)
         return Ok()
 
     @staticmethod
     def _quiet(res: Reservation) -> bool:
         """Whether every process that could write into the reservation said that it will not."""
-        writers = {p for p in res.instance.processes if res.cache.number in p.ranks}
-        return writers <= res.acks
+        return not any(res.writable(p) for p in res.instance.processes if res.cache.number in p.ranks)
 
     def process_gone(self, process: Process) -> None:
         """A dead process writes no more: aborted reservations that waited for its word may end."""
         for res in list(process.instance.reservations.values()):
             self._finish(res)
 
-    def instance_gone(self, instance: Instance) -> None:
-        """Every process has ended: all slots return (those being summed when that ends)."""
-        for res in list(instance.reservations.values()):
+    def let_go(self, reservations: Iterable[Reservation]) -> None:
+        """Every process that could write has ended: all slots return (those being summed when that ends)."""
+        for res in reservations:
             res.abandon()
             self._end(res)
 
 
-def _durable(process: Process, res: Reservation) -> Callable[[int], None] | None:
+def _durable(res: Reservation) -> Callable[[int], None] | None:
     """Tells the process that committed when its pages are on disk."""
-    if not process.events:
+    process = res.committer
+    if process is None or not process.events:
         return None
     return lambda end: process.notify(Durable(res.number, end - res.start))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.identity import CacheSpec, Slice
@@ -28,9 +28,9 @@ class Path:
 
     __slots__ = ("cache", "keys", "request")
 
-    def __init__(self, cache: Cache, keys: bytes, request: str) -> None:
+    def __init__(self, cache: Cache, request: str) -> None:
         self.cache = cache
-        self.keys = keys
+        self.keys = b""
         self.request = request
 
 
@@ -57,9 +57,13 @@ class Rank(NamedTuple):
 class Process:
     """One connected process of an instance."""
 
-    __slots__ = ("events", "instance", "left", "notify", "peer", "ranks")
+    __slots__ = ("born", "events", "instance", "left", "notify", "peer", "ranks")
 
-    def __init__(self, instance: Instance, peer: Any, notify: Callable[[Message], None], *, events: bool) -> None:
+    def __init__(
+        self, born: int, instance: Instance, peer: Any, notify: Callable[[Message], None], *, events: bool
+    ) -> None:
+        self.born = born
+        """Numbers of leases and reservations that are lower were given before it joined."""
         self.events = events
         self.instance = instance
         self.peer = peer
@@ -103,11 +107,14 @@ class Instance:
         """Bytes that may still be held."""
         return self.cap_bytes - self.held_bytes
 
-    def add_path(self, number: int, path: Path) -> None:
-        """Remember a request; the longest unused ones are forgotten beyond the bounds."""
+    def add_path(self, number: int, path: Path, keys: bytes) -> None:
+        """Remember a request with `keys` more; the longest unused ones are forgotten beyond the bounds."""
+        if len(path.keys) + len(keys) > MAX_PATH_BYTES // 4:
+            raise KvtierError(Code.OVER_CAP, f"a path has at most {MAX_PATH_BYTES // 4} bytes of keys", "keys")
+        path.keys += keys
         self.paths[number] = path
-        self.path_bytes += len(path.keys)
-        while len(self.paths) > MAX_PATHS or (self.path_bytes > MAX_PATH_BYTES and len(self.paths) > 1):
+        self.path_bytes += len(keys)
+        while len(self.paths) > MAX_PATHS or self.path_bytes > MAX_PATH_BYTES:
             _, old = self.paths.popitem(last=False)
             self.path_bytes -= len(old.keys)
 
@@ -152,6 +159,20 @@ class Instance:
         rank = Rank(1 << len(known), slices)
         known.append(rank)
         return rank
+
+    def in_use(self, caches: Mapping[int, Cache]) -> set[int]:
+        """Numbers of the caches that it has open; old epochs end where all is let go and a newer one is open."""
+        held = {res.cache.number for res in self.reservations.values()}
+        for process in self.processes:
+            newest: dict[bytes, int] = {}
+            for cache in map(caches.__getitem__, process.ranks):
+                newest[cache.base] = max(cache.epoch, newest.get(cache.base, 0))
+            for cache in [caches[number] for number in process.ranks]:
+                if cache.retired and cache.epoch < newest[cache.base] and cache.number not in held:
+                    del process.ranks[cache.number]
+        used = {number for process in self.processes for number in process.ranks}
+        self.shards = {number: ranks for number, ranks in self.shards.items() if number in used}
+        return used
 
     def complete_mask(self, cache: Cache) -> int:
         """Bits of the shards that together cover every cell; 0 while some are missing."""

@@ -98,8 +98,10 @@ class Keys:
         """Register the lease and say where its items are; a key without a host copy gets -1."""
         cache, group = lease.cache, lease.group
         handles, sums = host_items(cache, nodes, group)
-        number = next(self.parts.numbers)
-        instance.leases[number] = lease
+        number = 0
+        if lease.nodes:
+            number = next(self.parts.numbers)
+            instance.leases[number] = lease
         offsets = cache.pool.offsets(group, handles).tobytes()
         cache.counts["pages_leased"] += len(lease.nodes)
         return Acquired(number, len(nodes), (Items(group, 0, len(nodes), offsets, sums.tobytes()),))
@@ -166,9 +168,8 @@ class Keys:
         handles[group] = array("q", row)
         res = Reservation(next(self.parts.numbers), cache, instance, nodes, 0, handles)
         res.state[:] = bytes(SETTLED if handle == NO_COPY else 0 for handle in row)
-        instance.held_bytes += res.cost
-        instance.reservations[res.number] = res
         offsets = cache.pool.offsets(group, handles[group]).tobytes()
+        self.parts.admit(res)
         return Reserved(res.number, len(row), (Items(group, 0, len(row), offsets),), refused)
 
 

@@ -64,8 +64,9 @@ class Loads:
 
     def start(self, cache: Cache, missing: list[Missing], deadline: float) -> set[asyncio.Task[None]]:
         """Begin loading what nobody loads yet; returns the loads that bring the items."""
-        fresh = [m for m in missing if (m.disk, m.group) not in self.moving]
-        waits = {self.moving[m.disk, m.group] for m in missing if (m.disk, m.group) in self.moving}
+        wanted = {(m.disk, m.group): m for m in missing}
+        waits = {self.moving[key] for key in wanted if key in self.moving}
+        fresh = [m for key, m in wanted.items() if key not in self.moving]
         for batch in batches(fresh, lambda m: cache.item_bytes[m.group]):
             for node in {m.node for m in batch}:
                 cache.index.lease(node)
@@ -113,7 +114,7 @@ class Loads:
         for (m, slot), reason in zip(plan, results, strict=True):
             if reason or m.node.dead:
                 cache.pool.free(m.group, [slot])
-                if reason:
+                if not m.node.dead:  # else its cells may be another's by now
                     lost.append((m, reason))
                 continue
             where, at = cache.index.locate(m.node, m.page)
@@ -128,7 +129,7 @@ class Loads:
         """A copy on disk is not what was stored: a miss, counted and logged; what depends on it is cut."""
         self.counts[f"load_{reason}"] += 1
         log.warning("cache %s page %d group %d: disk copy lost (%s)", cache.id.hex()[:12], m.page, m.group, reason)
-        if reason == "io" or m.node.dead:
+        if reason in {"io", "closing"} or m.node.dead:
             return  # the device may come back; the bytes were not wrong
         where, at = cache.index.locate(m.node, m.page)
         if m.group not in cache.index.anchors and isinstance(cache.index, RadixIndex):

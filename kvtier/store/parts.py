@@ -18,9 +18,14 @@ from kvtier.store.loads import Loads
 from kvtier.store.persist import Persist
 from kvtier.store.reserve import Reservation
 from kvtier.store.space import Space
+from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import Code, KvtierError, Tier, bad
+
+MAX_CACHES = 4096
+MAX_SCOPES = 64
+"""Each has arenas of its own: address space and descriptors that stay."""
 
 
 class Parts:
@@ -42,8 +47,16 @@ class Parts:
         """Handles, leases, reservations: begun at random, so that one of an earlier daemon is never somebody else's."""
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
+        self.scopes: set[str] = set()
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""
+
+    def arenas(self, scope: str) -> list[Arena]:
+        """The host arenas of a trust scope, made on first use; raises over_cap for one scope too many."""
+        if scope not in self.scopes and len(self.scopes) >= MAX_SCOPES:
+            raise KvtierError(Code.OVER_CAP, f"{MAX_SCOPES} trust scopes have an arena already", "scope")
+        self.scopes.add(scope)
+        return self.host.arenas(scope)
 
     @staticmethod
     def now() -> float:
@@ -85,6 +98,22 @@ class Parts:
         """Let a path go, freeing what was doomed on it."""
         self.space.unlease(cache, node)
 
+    def admit(self, res: Reservation) -> None:
+        """Count a new reservation; one with nothing to fill is over at once."""
+        res.instance.held_bytes += res.cost
+        res.instance.reservations[res.number] = res
+        res.cache.reservations.add(res)
+        if res.settled:
+            res.published = res.pages
+            self.end(res)
+
+    def end(self, res: Reservation) -> None:
+        """A reservation is over: what is not served goes back to the pool."""
+        res.drop(self.unlease)
+        self.waiting.discard(res)
+        res.cache.reservations.discard(res)
+        res.instance.finish(res.number, res.published)
+
     def retire(self, cache: Cache) -> None:
         """Free everything of a cache; what engines still hold goes when they let go of it."""
         cache.retired = True
@@ -95,12 +124,22 @@ class Parts:
             cache.disk = None
 
     def prune(self) -> None:
-        """Forget retired caches that nobody has open and nothing is held of."""
-        used = {number for i in self.instances.values() for p in i.processes for number in p.ranks}
-        for cache in [c for c in self.caches.values() if c.retired and c.number not in used]:
-            if not cache.index.doomed and not cache.index.root.refs:
+        """Forget caches that hold nothing and that nobody has open."""
+        used = {number for i in self.instances.values() for number in i.in_use(self.caches)}
+        for cache in [c for c in self.caches.values() if c.number not in used]:
+            index = cache.index
+            if not (index.nodes or index.doomed or index.root.refs or cache.reservations):
                 del self.caches[cache.number], self.ids[cache.id]
-                del self.space.caches[cache.index], self.persist.caches[cache.index]
+                del self.space.caches[index], self.persist.caches[index]
+        known = {cache.base for cache in self.caches.values()}
+        self.epochs = {base: epoch for base, epoch in self.epochs.items() if base in known}
+
+    def room_for(self, spec: CacheSpec, scope: str, epoch: int) -> None:
+        """Raise over_cap where one cache more would be too many."""
+        if len(self.caches) >= MAX_CACHES and cache_id(spec, scope, epoch) not in self.ids:
+            self.prune()
+            if len(self.caches) >= MAX_CACHES:
+                raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches are open or hold pages")
 
     def restore(self) -> None:
         """Rebuild the indexes from the disk tier's catalogue."""
@@ -120,6 +159,7 @@ class Parts:
             if owner is None or not graft(owner, run, places[run.cache]):
                 self.disk.forget(run.id)
                 self.counts["orphan_runs"] += 1
+        self.prune()
 
     def check(self) -> list[str]:
         """Broken invariants of the whole store, in words."""

@@ -38,7 +38,7 @@ class Regions:
         self.keys = keys
         self.commits = commits
         self.running: Counter[int] = Counter()
-        """Transfers per region."""
+        """Transfers per region that has any."""
 
     def register(self, instance: Instance, msg: Register, fd: int) -> Registered:
         """Map (or keep) the memory behind `fd`; raises bad_request for an fd that is not what was said."""
@@ -54,16 +54,15 @@ class Regions:
     def unregister(self, process: Process, msg: Unregister) -> Ok:
         """Forget a region that no transfer uses."""
         self._region(process, msg.region)
-        if self.running[msg.region]:
+        if msg.region in self.running:
             raise KvtierError(Code.BUSY, f"{self.running[msg.region]} transfers run on it", "region")
         process.instance.regions.pop(msg.region).close()
         return Ok()
 
-    def drop_all(self, instance: Instance) -> None:
-        """The instance ended: close its regions, those in use when their last transfer ends."""
-        for number in list(instance.regions):
-            if not self.running[number]:
-                instance.regions.pop(number).close()
+    def drop(self, instance: Instance, before: int) -> None:
+        """Close regions with lower numbers: nobody uses them any more, but for transfers that are draining."""
+        for number in [number for number in instance.regions if number < before and number not in self.running]:
+            instance.regions.pop(number).close()
 
     def _region(self, process: Process, number: int) -> Region:
         region = process.instance.regions.get(number)
@@ -86,13 +85,16 @@ class Regions:
         return [int(row) for row in rows]
 
     async def _move(self, process: Process, number: int, pieces: list[Piece], *, load: bool) -> list[Moved]:
+        region = self._region(process, number)
         self.running[number] += 1
         try:
-            return await move(self.parts.mover, self._region(process, number), pieces, load=load)
+            return await move(self.parts.mover, region, pieces, load=load)
         finally:
             self.running[number] -= 1
-            if process.instance.gone and not self.running[number]:
-                process.instance.regions.pop(number).close()
+            if not self.running[number]:
+                del self.running[number]
+                if process.instance.gone:
+                    process.instance.regions.pop(number).close()
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -104,10 +106,10 @@ class Regions:
             if lease is None:
                 raise KvtierError(Code.UNKNOWN, f"no lease {msg.lease} here", "lease")
             rows = self._rows(process, msg, lease.cache)
+            source = self._leased(lease, msg, len(rows))
             held = Lease(lease.cache, lease.nodes, lease.pages, 0, lease.group)
             for node in held.nodes:
                 held.cache.index.lease(node)
-            source = self._leased(lease, msg, len(rows))
         else:
             cache, names = self.keys.names(process, msg.cache, msg.group, msg.keys)
             rows = self._rows(process, msg, cache)
@@ -163,13 +165,17 @@ class Regions:
         rows = self._rows(process, msg, cache)
         if len(rows) != len(names) or not rows or min(rows) < 0:
             raise bad("rows", f"one row per key ({len(names)})", len(rows))
+        _check_whole(process, cache)
         needs = [0] * cache.index.groups
         needs[msg.group] = self.keys.lack(process.instance, cache, names)
         got = await self.parts.space.take(cache, needs, self.parts.deadline(msg.wait_ms))
+        if cache.retired or process.instance.gone:
+            self.parts.space.give_back(cache, got)
+            return Stored(bytes(len(rows)), Code.UNKNOWN)
         reply = self.keys.fill(process.instance, cache, names, msg.group, got[msg.group], Code.NO_SPACE)
-        done = bytearray(len(rows))
-        if reply.reservation:
-            res = process.instance.reservations[reply.reservation]
+        done = bytearray(b"\1" * reply.pages + bytes(len(rows) - reply.pages))
+        res = process.instance.reservations.get(reply.reservation)
+        if res is not None:
             done[: res.pages] = bytes(state != OPEN for state in res.state)
             await self._read_rows(process, msg, res, rows, done)
         return Stored(bytes(done), reply.refused)
@@ -191,10 +197,10 @@ class Regions:
             filled = [n for _, n in sums]
             for n in filled:
                 res.mark(process, n, 1)
-                done[n] = 1
+                done[n] = not res.nodes[n].dead
             res.abandon()
-            res.acks.add(process)
-            answer = self.commits.complete(process, res, filled, sums=sums)
+            res.acks |= res.instance.processes  # none of them was told where the slots are
+            answer = self.commits.complete(res, filled, sums=sums)
             assert not asyncio.iscoroutine(answer)
             self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]
 
@@ -203,6 +209,7 @@ class Regions:
         if res is None:
             raise KvtierError(Code.UNKNOWN, f"no reservation {msg.reservation} here", "reservation")
         rows = self._rows(process, msg, res.cache)
+        _check_whole(process, res.cache)
         first = msg.first - res.start
         if first < 0 or first + len(rows) > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", msg.first)
@@ -218,3 +225,12 @@ class Regions:
             res.hashing -= 1
             self.commits.settle(res)
         return Stored(bytes(done))
+
+
+def _check_whole(process: Process, cache: Cache) -> None:
+    """Raise bad_request for a process that holds a shard: a row would overwrite the other ranks' cells."""
+    rank = process.ranks.get(cache.number)
+    if rank is None or any(
+        part.cells != group.layers * group.heads for part, group in zip(rank.slices, cache.spec.groups, strict=True)
+    ):
+        raise bad("region", "a process that holds whole items")

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.instance import WHOLE, Instance, Process
-from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 
 OPEN, HASHING, COMPLETE, SETTLED, ABORTED = range(5)
@@ -39,6 +38,8 @@ class Reservation:
         self.next = 0
         """Token cache: the first page that is not settled."""
         self.hashing = 0
+        self.committer: Process | None = None
+        """Who committed last: durable is told to it."""
         self.over = False
         self.acks: set[Process] = set()
         """Processes that will write no more."""
@@ -58,23 +59,22 @@ class Reservation:
         """Note that a process filled its shard of positions [first, first + pages); returns those now complete."""
         rank = process.ranks[self.cache.number]
         full = self.instance.complete_mask(self.cache)
+        self.committer = process
         out = []
         for at in range(first, first + pages):
-            if self.state[at] != OPEN:
-                continue
             self.marks[at] |= rank.bit
-            if self.marks[at] & WHOLE or (full and self.marks[at] & full == full):
+            if self.state[at] == OPEN and (self.marks[at] & WHOLE or (full and self.marks[at] & full == full)):
                 self.state[at] = HASHING
                 out.append(at)
         return out
 
-    def summed(self, positions: list[int], sums: dict[tuple[int, int], int]) -> None:
-        """Checksums of complete pages, by (group, position)."""
-        for (group, at), value in sums.items():
+    def summed(self, positions: list[int], sums: dict[tuple[int, int], int] | None) -> None:
+        """Checksums of complete pages, by (group, position); None where they could not be taken."""
+        for (group, at), value in (sums or {}).items():
             self.sums[group][at] = value
         for at in positions:
             if self.state[at] == HASHING:
-                self.state[at] = COMPLETE
+                self.state[at] = ABORTED if sums is None else COMPLETE
 
     def items(self, positions: list[int]) -> list[tuple[int, int, int]]:
         """(group, position, handle) of the slots at these positions."""
@@ -178,11 +178,23 @@ class Reservation:
         """Whether nothing is left to fill or to serve."""
         return self.state.count(SETTLED) == self.pages
 
-    def abandon(self) -> None:
-        """No page that is not complete will be any more."""
+    def abandon(self, *, complete: bool = False) -> None:
+        """No page that is not complete will be any more; nor, if `complete`, will those be served that are."""
         for at in range(self.pages):
-            if self.state[at] == OPEN:
+            if self.state[at] == OPEN or (complete and self.state[at] == COMPLETE):
                 self.state[at] = ABORTED
+
+    def writable(self, process: Process) -> bool:
+        """Whether a process may still write some slot: it neither let go nor committed its shard of every page."""
+        if process in self.acks:
+            return False
+        bit = process.ranks[self.cache.number].bit
+        return any(state != SETTLED and not mark & bit for state, mark in zip(self.state, self.marks, strict=True))
+
+    @property
+    def dead(self) -> bool:
+        """Whether its place in the index was cut away."""
+        return all(node.dead for node in self.nodes)
 
     @property
     def stuck(self) -> bool:
@@ -191,16 +203,10 @@ class Reservation:
             return self.state.count(OPEN) + self.state.count(HASHING) == 0
         return self.next < self.pages and self.state[self.next] == ABORTED
 
-    def drop(self, unlease: Callable[[Cache, Node], None], *, quarantine: bool) -> None:
-        """End it: what is not served goes back to the pool (or is quarantined until its writers are gone)."""
-        left = self.items([at for at in range(self.pages) if self.state[at] != SETTLED])
-        for group, _, handle in left:
-            if quarantine:
-                self.cache.pool.mark(group, [handle], SlotState.QUARANTINED)
-            else:
-                self.cache.free_host(group, [handle])
-        if quarantine:
-            return
+    def drop(self, unlease: Callable[[Cache, Node], None]) -> None:
+        """End it: what is not served goes back to the pool."""
+        for group, _, handle in self.items([at for at in range(self.pages) if self.state[at] != SETTLED]):
+            self.cache.free_host(group, [handle])
         self._settled(0, self.pages)
         self.over = True
         for node in self.nodes:

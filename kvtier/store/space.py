@@ -42,20 +42,28 @@ class Space:
         `deadline` is in the loop's time. Free memory first; then clean cold pages; then, within the deadline, pages
         that wait for disk and slabs of pools above their fair share.
         """
-        loop = asyncio.get_running_loop()
         got = [cache.pool.alloc(group, n) if n else array("q") for group, n in enumerate(needs)]
-        while True:
+        try:
+            await self._more(cache.pool, needs, got, deadline)
+        except BaseException:
+            self.give_back(cache, got)
+            raise
+        return got
+
+    async def _more(self, pool: HostPool, needs: list[int], got: list[array[int]], deadline: float) -> None:
+        """Add to `got` until it is what is needed, or nothing helps."""
+        loop = asyncio.get_running_loop()
+        progress = True
+        while progress:
             missing = [n - len(have) for n, have in zip(needs, got, strict=True)]
             if not any(missing):
-                return got
-            progress = self.evict(cache.pool, missing)
+                return
+            progress = self.evict(pool, missing)
             if not progress and loop.time() < deadline:
-                progress = await self._wait_or_steal(cache.pool, missing, deadline)
+                progress = await self._wait_or_steal(pool, missing, deadline)
             for group, n in enumerate(missing):
                 if n:
-                    got[group].extend(cache.pool.alloc(group, n))
-            if not progress:
-                return got
+                    got[group].extend(pool.alloc(group, n))
 
     def give_back(self, cache: Cache, got: list[array[int]]) -> None:
         """Slots that were taken and not used."""
@@ -67,12 +75,14 @@ class Space:
     def evict(self, pool: HostPool, missing: list[int]) -> bool:
         """Drop cold clean pages until `missing` items per group fit; False when nothing could be dropped.
 
-        A page that no tier but host holds is offered to disk first; only where that is refused is it lost.
+        A page that no tier but host holds is offered to disk first; only where that is refused is it lost. A group
+        without any slot is not helped by evicting the others' pages.
         """
         order = self.order_of(pool)
-        left = list(missing)
+        left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
         progress = False
-        while any(n > 0 for n in left):
+        offered = 0
+        while offered < max(left):
             taken = order.pop()
             if taken is None:
                 break
@@ -83,6 +93,7 @@ class Space:
                 continue
             lo = self._unsaved_from(cache, node, lo, hi)
             if lo < hi and self.persist.offer(cache, node, node.depth + lo, node.depth + hi):
+                offered += hi - lo
                 continue  # held until written; comes back to the order then
             lo, hi = index.tail(node, Tier.HOST)
             if self._unsaved_from(cache, node, lo, hi) < hi:
@@ -119,8 +130,7 @@ class Space:
             return True
         if await self.persist.progress(deadline):
             return True
-        del missing
-        return not self._poor(pool) and await self._steal(pool)
+        return (not self._poor(pool) and await self._steal(pool)) or await self._regroup(pool, missing)
 
     # -- slabs of other pools -----------------------------------------------------------------------------------
 
@@ -145,20 +155,32 @@ class Space:
                     return True
         return False
 
+    async def _regroup(self, pool: HostPool, missing: list[int]) -> bool:
+        """Empty one slab of a group of the same pool that has more than each of those that lack room."""
+        slabs = pool.slabs
+        share = [sum(s.hi - s.lo for s in slabs if s.group == group) for group in range(len(missing))]
+        most = max(share[group] for group, n in enumerate(missing) if n)
+        spare = [s for s in slabs if not s.closed and not missing[s.group] and share[s.group] > most]
+        for slab in sorted(spare, key=lambda s: s.used)[:STEAL_TRIES]:
+            if await self._empty(pool, slab):
+                self.counts["slabs_moved"] += 1
+                return True
+        return False
+
     async def _empty(self, donor: HostPool, slab: Slab) -> bool:
         """Evict as many cold pages as the slab holds, then relocate what is left in it."""
         donor.close_slab(slab)
-        before = self.host.free_bytes
         needs = [0] * len(donor.shape.slot_bytes)
         needs[slab.group] = slab.used
-        self.evict(donor, needs)
-        for cache in [c for c in self.caches.values() if c.pool is donor]:
-            for node, at, group in _inside(cache, slab):
-                await self._relocate(cache, node, at, group, slab)
-        if self.host.free_bytes > before or slab.used == 0:
-            return True
-        donor.reopen_slab(slab)
-        return False
+        try:
+            self.evict(donor, needs)
+            for cache in [c for c in self.caches.values() if c.pool is donor]:
+                for node, at, group in _inside(cache, slab):
+                    await self._relocate(cache, node, at, group, slab)
+        finally:
+            if slab.used:
+                donor.reopen_slab(slab)
+        return not slab.used
 
     async def _relocate(self, cache: Cache, node: Node, depth: int, group: int, slab: Slab) -> None:
         """Move one item out of the slab, unless somebody holds it."""
@@ -174,12 +196,14 @@ class Space:
             return
         index.lease(node)
         cache.pool.mark(group, [old], SlotState.RELOCATING)
+        copied = False
         try:
             await self.mover.run(copy_items, [(cache.views(group, old), cache.views(group, fresh[0]))], background=True)
+            copied = True
         finally:
             cache.pool.mark(group, [old], SlotState.CACHED)
             where, at = index.locate(node, depth)
-            if where.refs == 1 and not where.dead:
+            if copied and where.refs == 1 and not where.dead:
                 cache.pool.mark(group, fresh, SlotState.CACHED)
                 cache.pool.free(group, [index.move(where, at, Tier.HOST, group, fresh[0])])
                 self.counts["pages_relocated"] += 1

@@ -85,11 +85,10 @@ class Store:
         if hello.version != wire.VERSION:
             raise KvtierError(Code.VERSION, f"expected protocol version {wire.VERSION}, got {hello.version}", "version")
         instance = self._instance(hello.instance, hello.scope, peer)
-        process = Process(instance, peer, notify, events=hello.events)
+        arenas = self.parts.arenas(instance.scope)
+        process = Process(next(self.parts.numbers), instance, peer, notify, events=hello.events)
         instance.processes.add(process)
-        instance.gone = False
         self.parts.instances[instance.scope, instance.name] = instance
-        arenas = self.parts.host.arenas(instance.scope)
         welcome = wire.Welcome(
             wire.VERSION,
             f"kvtierd {self.version}",
@@ -121,18 +120,24 @@ class Store:
         if process not in instance.processes:
             return
         instance.processes.discard(process)
-        if instance.processes:
-            self.commits.process_gone(process)
+        if not instance.processes:
+            instance.gone = True
+            self.parts.instances.pop((instance.scope, instance.name), None)
+            instance.paths.clear()
+            self._return(instance, next(self.parts.numbers))
+            self.parts.prune()
             return
-        instance.gone = True
-        self.parts.instances.pop((instance.scope, instance.name), None)
-        self.commits.instance_gone(instance)
-        for lease in instance.leases.values():
-            self.keys.drop(instance, lease)
-        instance.leases.clear()
-        instance.paths.clear()
-        self.regions.drop_all(instance)
-        self.parts.prune()
+        if all(other.peer.pid == process.peer.pid for other in instance.processes):
+            # One process that lost its connection and came back: nobody else was told what it held.
+            self._return(instance, min(other.born for other in instance.processes))
+        self.commits.process_gone(process)
+
+    def _return(self, instance: Instance, before: int) -> None:
+        """Take back leases, reservations and regions with lower numbers."""
+        self.commits.let_go([res for number, res in instance.reservations.items() if number < before])
+        for number in [number for number in instance.leases if number < before]:
+            self.keys.drop(instance, instance.leases.pop(number))
+        self.regions.drop(instance, before)
 
     def register(self, msg: wire.Register, fd: int, peer: Any) -> wire.Registered:
         """A process of an attached instance shares memory of its own."""
@@ -159,6 +164,7 @@ class Store:
         scope = process.instance.scope
         base = base_id(msg.spec, scope)
         known = self.parts.epoch(base)
+        self.parts.room_for(msg.spec, scope, max(known, msg.epoch))
         cache = self.parts.cache(msg.spec, scope, max(known, msg.epoch))
         process.ranks[cache.number] = process.instance.join_shard(cache, msg)
         return self._open_newer(cache) if msg.epoch > known else self._opened(cache)

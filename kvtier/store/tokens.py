@@ -52,17 +52,12 @@ class Tokens:
             number, cache = msg.handle, path.cache
         else:
             cache = self.parts.opened(process, msg.cache)
-            path, number = Path(cache, b"", msg.request[:128]), next(self.parts.numbers)
+            path, number = Path(cache, msg.request[:128]), next(self.parts.numbers)
         if cache.spec.keyed:
             raise bad("cache", "a token cache (this one is keyed: use exists)", msg.cache)
         if len(msg.keys) % cache.index.stride:
             raise bad("keys", f"whole page keys of {cache.index.stride} bytes", len(msg.keys))
-        if msg.handle:
-            path.keys += msg.keys
-            instance.path_bytes += len(msg.keys)
-        else:
-            path.keys = msg.keys
-            instance.add_path(number, path)
+        instance.add_path(number, path, msg.keys)
         found = cache.radix.match(path.keys, self.parts.now())
         self._count(cache, path, found.pages, bool(msg.handle))
         return Matched(number, found.pages, _segments(cache, found.node, found.pages), found.pending)
@@ -252,14 +247,13 @@ class Tokens:
         node = index.extend(path.keys[: (msg.start + granted) * index.stride], self.parts.now())
         index.lease(node)
         res = Reservation(next(self.parts.numbers), cache, instance, [node], msg.start, handles)
-        instance.held_bytes += res.cost
-        instance.reservations[res.number] = res
         items = tuple(
             Items(g, msg.start, granted, cache.pool.offsets(g, row).tobytes()) for g, row in enumerate(handles)
         )
         for at in range(granted):
             if all(row[at] == NO_COPY for row in handles):
                 res.state[at] = SETTLED  # everything wanted is there already
+        self.parts.admit(res)
         return Reserved(res.number, granted, items, refused)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,6 +55,5 @@ def store_pieces(region: Region, pieces: Sequence[Piece]) -> list[Moved]:
 async def move(mover: Mover, region: Region, pieces: list[Piece], *, load: bool) -> list[Moved]:
     """Run the pieces in batches; a cancelled caller leaves only when no byte moves any more."""
     work = load_pieces if load else store_pieces
-    parts = batches(pieces, lambda p: sum(v.nbytes for v in p.views))
-    done = await asyncio.gather(*(mover.run(work, region, part) for part in parts))
+    done = await mover.share(work, batches(pieces, lambda p: sum(v.nbytes for v in p.views)), region)
     return [moved for part in done for moved in part]

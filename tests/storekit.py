@@ -1,0 +1,94 @@
+"""What tests of the store share: a started store, room made by hand, an engine's own memory, failing disks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.store import Store
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.extentfile import Calls
+from kvtier.tiers.host import HostTier
+
+MIB = 1 << 20
+
+
+@contextlib.asynccontextmanager
+async def storing(
+    path: Path | None, host: int = 4 * MIB, disk: int = 64 * MIB, calls: Calls | None = None, **more: float
+) -> AsyncIterator[Store]:
+    """A started store on a directory (None: no disk tier), drained at the end."""
+    loop = asyncio.get_running_loop()
+    tier = None if path is None else DiskTier(path, disk, post=loop.call_soon_threadsafe, calls=calls)
+    store = Store(HostTier(host, slab_bytes=256 << 10, prefault=False), tier, **more)
+    await store.start()
+    try:
+        yield store
+    finally:
+        await store.drain(10.0)
+
+
+def drop_host(store: Store) -> None:
+    """Evict everything that can be evicted from host."""
+    for pool in store.parts.host.pools:
+        store.parts.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
+
+
+async def quiet(store: Store) -> None:
+    """Wait until nothing is on its way to disk."""
+    await store.parts.persist.flush(list(store.parts.caches.values()), asyncio.get_running_loop().time() + 20)
+
+
+async def until(holds: object, timeout_s: float = 20.0) -> None:
+    """Let the loop run until it holds."""
+    assert callable(holds)
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline, "still waiting"
+        await asyncio.sleep(0.002)
+
+
+def memfd(rows: int, stride: int, *, sealed: bool) -> tuple[int, np.ndarray]:
+    """An engine's own shared memory, with its mapping."""
+    fd = os.memfd_create("engine", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, rows * stride)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd, np.frombuffer(mmap.mmap(fd, rows * stride), np.uint8).reshape(rows, stride)
+
+
+def rows(*at: int) -> bytes:
+    """Row numbers as the wire has them."""
+    return np.array(at, "<i8").tobytes()
+
+
+class Failing(Calls):
+    """System calls that fail, or wait, while told to."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.gate = threading.Event()
+        """While it is not set, no write ends."""
+        self.gate.set()
+
+    def pwritev(self, *args: object) -> int:
+        """Write, or fail as a device does."""
+        self.gate.wait()
+        if self.broken:
+            raise OSError(errno.EIO, "injected")
+        return os.pwritev(*args)
+
+    def fdatasync(self, fd: int) -> None:
+        """Sync, or fail as a device does."""
+        if self.broken:
+            raise OSError(errno.EIO, "injected")
+        os.fdatasync(fd)
