@@ -62,7 +62,7 @@ async def serve(config: Config) -> None:
         loop.add_signal_handler(number, stop.set)
     lock = PathLock(config.engine_socket)  # first, so that a second daemon touches nothing of the first one's
     store = build_store(config, loop)
-    await store.start()
+    store.start().add_done_callback(lambda task: _loaded(task, stop))
     limits = Limits(connections=config.caps.connections)
     server = Server(store, config.engine_socket, config.admin_socket, limits, lock)
     await server.start()
@@ -73,6 +73,17 @@ async def serve(config: Config) -> None:
     _log.info("serving %s, operators at %s", config.engine_socket, config.admin_socket)
     await stop.wait()
     await _drain(config, server, store)
+
+
+def _loaded(task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    """The catalogue is indexed; where that failed there is no use in going on."""
+    if task.cancelled():
+        return
+    if task.exception() is not None:
+        _log.critical("the catalogue cannot be indexed", exc_info=task.exception())
+        stop.set()
+    else:
+        _log.info("the catalogue is indexed")
 
 
 async def _drain(config: Config, server: Server, store: Store) -> None:

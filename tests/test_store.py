@@ -13,6 +13,9 @@ import pytest
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
+from kvtier.store import Store
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import HostTier
 from kvtier.types import Code, Kind, KvtierError, Presence, Tier
 from storekit import MIB, drop_host, memfd, quiet, storing
 
@@ -636,3 +639,37 @@ async def test_an_engine_that_dies_while_its_pages_are_summed_loses_nothing_of_o
         assert store.parts.host.pools[0].used(0) == 3
         await commit
         assert idle(store) == []
+
+
+async def test_engines_are_served_while_the_catalogue_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages stored again before their records are indexed lose nothing of what hangs below them on disk."""
+    monkeypatch.setattr("kvtier.store.parts.SLICE_S", 0.0)
+    trunk = tokens(*range(1, 101))
+    branches = [trunk[: at * 8] + tokens(900 + at, 901 + at) for at in (3, 50, 70, 99)]
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for path in (trunk, *branches):
+            await engine.put(path, start=(await engine.match(path)).pages)
+        await engine.call(wire.Flush())
+    loop = asyncio.get_running_loop()
+    store = Store(HostTier(4 * MIB, prefault=False), DiskTier(tmp_path, 64 * MIB, post=loop.call_soon_threadsafe))
+    loading = store.start()
+    engine = Engine(store)
+    await engine.open(spec())
+    stored = 0
+    while not loading.done():
+        part = trunk[: (10 + 7 * stored) * 8]
+        await engine.put(part, wait_ms=0)
+        stored += 1
+        assert await engine.get(part, wait_ms=100) >= 0
+        await asyncio.sleep(0)
+    assert stored > 1
+    assert store.parts.check() == []
+    for path in (trunk, *branches):
+        assert await engine.get(path) == len(path) // 8
+    engine.leave()
+    await quiet(store)
+    assert idle(store) == []
+    assert store.parts.counts["orphan_pages"] == 0
+    await store.drain(10)

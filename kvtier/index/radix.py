@@ -185,9 +185,9 @@ class RadixIndex(Index):
             upper.below[tier] = int(kept > 0 or lower.below[tier] > 0)
             self._offer(upper, tier)
 
-    def extend(self, keys: bytes, now: float) -> Node:
-        """The node that ends at the last page of `keys`, making unpublished pages where there are none."""
-        node = self.root
+    def extend(self, keys: bytes, now: float, above: Node | None = None) -> Node:
+        """The node that ends at the last page of `keys` below `above` (the root), unpublished where it was new."""
+        node = above or self.root
         at = 0
         while at < len(keys):
             child = None if node.children is None else node.children.get(keys[at : at + self.stride])

@@ -12,7 +12,7 @@ from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Node, Order
 from kvtier.mover import Mover
 from kvtier.store.cache import Cache
-from kvtier.store.graft import graft
+from kvtier.store.graft import Places, graft
 from kvtier.store.instance import Instance, Process
 from kvtier.store.loads import Loads
 from kvtier.store.persist import Persist
@@ -21,8 +21,11 @@ from kvtier.store.space import Space
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.ledger import PAGE_BITS
 from kvtier.types import Code, KvtierError, Tier, bad
 
+SLICE_S = 1e-3
+"""Long work on the loop lets others go first this often."""
 MAX_CACHES = 4096
 MAX_SCOPES = 64
 """Each has arenas of its own: address space and descriptors that stay."""
@@ -43,6 +46,8 @@ class Parts:
         self.ids: dict[bytes, Cache] = {}
         self.epochs: dict[bytes, int] = {}
         """Newest epoch of each cache without its epoch (base_id); disk keeps them across restarts."""
+        self.loading = disk is not None
+        """Whether the catalogue is still being indexed."""
         self.numbers = itertools.count(secrets.randbits(40) << 20)
         """Handles, leases, reservations: begun at random, so that one of an earlier daemon is never somebody else's."""
         self.instances: dict[tuple[str, str], Instance] = {}
@@ -124,7 +129,9 @@ class Parts:
             cache.disk = None
 
     def prune(self) -> None:
-        """Forget caches that hold nothing and that nobody has open."""
+        """Forget caches that hold nothing and that nobody has open (not while the catalogue may yet fill them)."""
+        if self.loading:
+            return
         used = {number for i in self.instances.values() for number in i.in_use(self.caches)}
         for cache in [c for c in self.caches.values() if c.number not in used]:
             index = cache.index
@@ -141,24 +148,31 @@ class Parts:
             if len(self.caches) >= MAX_CACHES:
                 raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches are open or hold pages")
 
-    def restore(self) -> None:
-        """Rebuild the indexes from the disk tier's catalogue."""
+    async def restore(self) -> None:
+        """Rebuild the indexes from the disk tier's catalogue, in slices, while engines are served."""
         if self.disk is None:
             return
-        places: dict[int, dict[bytes, tuple[Node, int]]] = {}
+        places: dict[int, Places] = {}
         for number, record in self.disk.caches().items():
-            if record.epoch < self.disk.epoch(base_id(record.spec, record.scope)):
+            if record.epoch < self.epoch(base_id(record.spec, record.scope)):
                 self.disk.drop_cache(number)
                 continue
             cache = self.cache(record.spec, record.scope, record.epoch)
             cache.disk = number
-            places[number] = {cache.id[:CHAIN_BYTES]: (cache.index.root, 0)}
+            places[number] = {cache.id[:CHAIN_BYTES]: cache.index.root}
         by_disk = {c.disk: c for c in self.caches.values() if c.disk is not None}
+        until = time.perf_counter() + SLICE_S
         for run in self.disk.load():
             owner = by_disk.get(run.cache)
-            if owner is None or not graft(owner, run, places[run.cache]):
-                self.disk.forget(run.id)
-                self.counts["orphan_runs"] += 1
+            refused = graft(owner, run, places[run.cache]) if owner is not None else list(range(run.pages))
+            if refused:
+                self.disk.free([run.id << PAGE_BITS | at for at in refused])
+                self.counts["orphan_pages"] += len(refused)
+            if time.perf_counter() > until:
+                await asyncio.sleep(0)
+                until = time.perf_counter() + SLICE_S
+        self.loading = False
+        self.persist.pump()
         self.prune()
 
     def check(self) -> list[str]:

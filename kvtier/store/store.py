@@ -70,9 +70,10 @@ class Store:
             wire.Flush: self.flush_all,
         }
 
-    async def start(self) -> None:
-        """Rebuild the indexes from disk."""
-        self.parts.restore()
+    def start(self) -> asyncio.Task[None]:
+        """Begin to rebuild the indexes from disk; engines may be served meanwhile. The task ends when all is loaded."""
+        self.loading = asyncio.get_running_loop().create_task(self.parts.restore())
+        return self.loading
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,8 @@ class Store:
     async def drain(self, timeout_s: float) -> None:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
-        if self.parts.disk is not None:
+        self.loading.cancel()
+        if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
             await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
         self.parts.close()
