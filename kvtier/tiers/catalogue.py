@@ -39,14 +39,14 @@ NAMES: Final = (b"meta", b"caches", b"epochs", b"runs", b"live")
 class Catalogue:
     """An open catalogue directory."""
 
-    def __init__(self, path: Path, slab_bytes: int, *, limit_bytes: int, sync: bool) -> None:
+    def __init__(self, path: Path, slab_bytes: int, *, limit_bytes: int, sync: bool, clean: bool = False) -> None:
         self.path = path
         self._sync = sync
         self._limit = limit_bytes
         self._remap = threading.Lock()  # no transaction survives a change of the map's size
         self._env: lmdb.Environment
         self._dbs: dict[bytes, lmdb._Database] = {}
-        self.set_aside = _set_aside_unless_sound(path)
+        self.set_aside = _set_aside_unless_sound(path, clean)
         """Whether a catalogue was found here that could not be used."""
         path.mkdir(mode=0o700, exist_ok=True)
         self._open()
@@ -155,11 +155,11 @@ class Catalogue:
         self._env.close()
 
 
-def _set_aside_unless_sound(path: Path) -> bool:
+def _set_aside_unless_sound(path: Path, clean: bool) -> bool:
     """Rename a catalogue that cannot be used; whether one was."""
     if not (path / "data.mdb").exists():
         return False
-    verdict = scan(path)
+    verdict = scan(path, clean=clean)
     kind, reason = _judge(path) if verdict.ok else ("damaged", verdict.reason)
     if not kind:
         return False

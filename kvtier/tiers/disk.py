@@ -7,7 +7,6 @@ The order of a write: payload -> fdatasync of the extents -> commit of the catal
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -20,7 +19,7 @@ from kvtier.tiers.cells import BLOCK
 from kvtier.tiers.commits import Commits, Op, unheard
 from kvtier.tiers.completions import Completions
 from kvtier.tiers.extentfile import Calls
-from kvtier.tiers.folder import open_folder
+from kvtier.tiers.folder import let_go, open_folder
 from kvtier.tiers.health import Health
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger, check_items
@@ -381,6 +380,6 @@ class DiskTier:
             self._catalogue.close()
         if ended and committed:
             self._extents.close()
-            os.close(self._lock)
+            let_go(self._lock, clean=not self._health.reason)
             return
         log.error("the disk tier %s is stuck in a call: it stays locked until this process ends", self.path)

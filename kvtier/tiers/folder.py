@@ -31,10 +31,10 @@ def open_folder(
         raise bad("disk.capacity_bytes", f"at least {CELLS_PER_SLAB_MIN * BLOCK}", capacity_bytes)
     slab_bytes = min(slab_bytes, capacity_bytes // CELLS_PER_SLAB_MIN) // BLOCK * BLOCK
     with contextlib.ExitStack() as undo:
-        lock = claim(path)
+        lock, clean = claim(path)
         undo.callback(os.close, lock)
         limit_bytes = (1 << 30) + capacity_bytes // 4
-        catalogue = Catalogue(path / "catalogue", slab_bytes, limit_bytes=limit_bytes, sync=sync)
+        catalogue = Catalogue(path / "catalogue", slab_bytes, limit_bytes=limit_bytes, sync=sync, clean=clean)
         undo.callback(catalogue.close)
         cells = Cells(capacity_bytes, catalogue.version.slab_bytes)
         extents = Extents(
@@ -46,8 +46,11 @@ def open_folder(
     return Folder(lock, catalogue, extents, cells)
 
 
-def claim(path: Path) -> int:
-    """Make the directory private and lock it; the descriptor holds the lock. Raises busy, naming the holder."""
+def claim(path: Path) -> tuple[int, bool]:
+    """Make the directory private and lock it: the descriptor that holds the lock, and whether the last holder let go.
+
+    Raises busy, naming the holder.
+    """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.chmod(0o700)
     fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -57,9 +60,17 @@ def claim(path: Path) -> int:
         holder = os.pread(fd, 20, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise KvtierError(Code.BUSY, f"the disk tier {path} is in use by process {holder}", "disk.path") from error
+    clean = os.fstat(fd).st_size == 0
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
+    return fd, clean
+
+
+def let_go(lock: int, *, clean: bool) -> None:
+    """Unlock the directory; where it is not left in good order the next to open it looks closely."""
+    if clean:
+        os.ftruncate(lock, 0)
+    os.close(lock)
 
 
 def sync_names(*folders: Path) -> None:
