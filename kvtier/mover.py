@@ -8,12 +8,18 @@ into memory that was given away.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import enum
+import functools
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
+
+from kvtier.types import Code, KvtierError
 
 BATCH_BYTES = 8 << 20
 INLINE_BYTES = 128 << 10
@@ -60,30 +66,79 @@ def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
         yield batch
 
 
+class Urgency(enum.IntEnum):
+    """What goes first when more waits than runs."""
+
+    LOAD = 0
+    """An engine waits for pages to come back."""
+    ENGINE = 1
+    """An engine waits for a checksum or a copy of its own memory."""
+    BACKGROUND = 2
+    """Nobody waits: relocation, scrubbing. One at a time."""
+
+
 class Mover:
-    """Worker threads: `urgent` ones for what an engine waits for, and one for background moves."""
+    """`threads` workers, one of them kept for LOAD; at most `waiting` batches of each urgency queue up."""
 
-    def __init__(self, threads: int = 3) -> None:
-        self._urgent = ThreadPoolExecutor(threads, "kvtier-urgent")
-        self._background = ThreadPoolExecutor(1, "kvtier-background")
-        self.running = 0
+    def __init__(self, threads: int = 4, waiting: int = 4096) -> None:
+        self._limits = (threads, threads - 1, 1)
+        """How many of each urgency, or of a lesser one, may run at once."""
+        self._most = waiting
+        self._queues: tuple[deque[_Job], ...] = (deque(), deque(), deque())
+        self._busy = [0, 0, 0]
+        self._closing = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvtier-mover-{n}", daemon=True) for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    async def run(self, fn: Callable[..., T], *args: Any, background: bool = False) -> T:
-        """The result of fn(*args) in a worker thread; a cancelled caller is let go only when fn has ended."""
-        pool = self._background if background else self._urgent
-        future = asyncio.get_running_loop().run_in_executor(pool, fn, *args)
-        self.running += 1
+    @property
+    def running(self) -> int:
+        """Batches that run now."""
+        return sum(self._busy)
+
+    @property
+    def waiting(self) -> dict[str, int]:
+        """Batches that wait, by urgency."""
+        return {u.name.lower(): len(self._queues[u]) for u in Urgency}
+
+    async def run(self, fn: Callable[..., T], *args: Any, urgency: Urgency = Urgency.ENGINE) -> T:
+        """The result of fn(*args) in a worker thread. Raises busy where too much waits already.
+
+        A cancelled caller is let go only when fn has ended, or will never begin.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = _Job(functools.partial(fn, *args), future)
+        with self._changed:
+            if len(self._queues[urgency]) >= self._most or self._closing:
+                raise KvtierError(Code.BUSY, f"{self._most} batches wait in the mover ({urgency.name.lower()})")
+            self._queues[urgency].append(job)
+            self._changed.notify()
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await drained(future)
+            if not self._withdraw(job, urgency):
+                await drained(future)
             raise
-        finally:
-            self.running -= 1
 
-    async def share(self, fn: Callable[..., T], parts: Iterable[Any], *args: Any) -> list[T]:
+    def _withdraw(self, job: _Job, urgency: Urgency) -> bool:
+        """Take back a batch that has not begun."""
+        with self._changed:
+            try:
+                self._queues[urgency].remove(job)
+            except ValueError:
+                return False
+        job.future.cancel()
+        return True
+
+    async def share(
+        self, fn: Callable[..., T], parts: Iterable[Any], *args: Any, urgency: Urgency = Urgency.ENGINE
+    ) -> list[T]:
         """fn(*args, part) of every part, side by side; ends, however it ends, only when all of them have."""
-        done = await asyncio.gather(*(self.run(fn, *args, part) for part in parts), return_exceptions=True)
+        calls = (self.run(fn, *args, part, urgency=urgency) for part in parts)
+        done = await asyncio.gather(*calls, return_exceptions=True)
         results = []
         for each in done:
             if isinstance(each, BaseException):
@@ -99,9 +154,66 @@ class Mover:
         return [total for part in parts for total in part]
 
     def close(self) -> None:
-        """Wait for what runs and stop the threads."""
-        self._urgent.shutdown(wait=True, cancel_futures=True)
-        self._background.shutdown(wait=True, cancel_futures=True)
+        """Drop what has not begun, wait for what runs, stop the threads."""
+        with self._changed:
+            self._closing = True
+            for queue in self._queues:
+                for job in queue:
+                    job.future.cancel()
+                queue.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # -- in the worker threads -----------------------------------------------------------------------------------
+
+    def _next(self) -> tuple[_Job, int] | None:
+        """Wait for the most urgent batch that may run; None when closing."""
+        with self._changed:
+            while True:
+                for urgency, queue in enumerate(self._queues):
+                    if queue and sum(self._busy[urgency:]) < self._limits[urgency]:
+                        self._busy[urgency] += 1
+                        return queue.popleft(), urgency
+                if self._closing:
+                    return None
+                self._changed.wait()
+
+    def _work(self) -> None:
+        while found := self._next():
+            job, urgency = found
+            job.run()
+            with self._changed:
+                self._busy[urgency] -= 1
+                self._changed.notify()
+
+
+class _Job:
+    """One call, and the future of whoever waits for it."""
+
+    __slots__ = ("call", "future")
+
+    def __init__(self, call: Callable[[], Any], future: asyncio.Future[Any]) -> None:
+        self.call = call
+        self.future = future
+
+    def run(self) -> None:
+        """Make the call; its result or exception goes to the loop."""
+        result, error = None, None
+        try:
+            result = self.call()
+        except Exception as exc:  # noqa: BLE001 - it is the caller's, who waits for it
+            error = exc
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self.future.get_loop().call_soon_threadsafe(self._deliver, result, error)
+
+    def _deliver(self, result: Any, error: Exception | None) -> None:
+        if self.future.done():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
 
 
 async def drained(future: asyncio.Future[Any]) -> None:

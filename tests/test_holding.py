@@ -14,6 +14,7 @@ import pytest
 from engines import FULL, STATE, Engine, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
+from kvtier.mover import Urgency
 from kvtier.store import Store
 from kvtier.types import Code, Kind, KvtierError
 from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
@@ -406,7 +407,7 @@ async def test_a_slab_that_was_being_emptied_is_open_again_after_a_cancellation(
         for n in range(1, 30):
             await full.put(tokens(*range(100 * n, 100 * n + 20)))
         gate = threading.Event()
-        job = asyncio.ensure_future(store.parts.mover.run(gate.wait, background=True))
+        job = asyncio.ensure_future(store.parts.mover.run(gate.wait, urgency=Urgency.BACKGROUND))
         matched = await late.match(tokens(*range(10)))
         ask = asyncio.ensure_future(late.call(wire.Reserve(matched.handle, 0, 10, wait_ms=5000)))
         pool = full.store.parts.host.pools[0]

@@ -16,6 +16,7 @@ from kvtier.identity import GroupSpec, Slice
 from kvtier.store import Store
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.region import Region
 from kvtier.types import Code, Kind, KvtierError, Presence, Tier
 from storekit import MIB, drop_host, memfd, quiet, storing
 
@@ -587,7 +588,7 @@ async def test_regions_store_and_load_bit_exact(tmp_path: Path, sealed: bool) ->
     os.close(fd)
 
 
-async def test_a_cancelled_load_ends_only_when_no_byte_moves(tmp_path: Path) -> None:
+async def test_a_cancelled_load_ends_only_when_no_byte_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A delayed copier finishes before the cancellation is answered; its leases are gone then."""
     keys = [bytes([n]) * 16 for n in range(4)]
     fd, memory = memfd(4, 8192, sealed=True)
@@ -601,18 +602,26 @@ async def test_a_cancelled_load_ends_only_when_no_byte_moves(tmp_path: Path) -> 
         await engine.call(wire.Store(region.region, 0, every, cache=number, keys=b"".join(keys)))
         memory[:] = 0
         started, go = threading.Event(), threading.Event()
-        blocked = [store.parts.mover.run(lambda: (started.set(), go.wait())) for _ in range(3)]
-        waits = [asyncio.ensure_future(b) for b in blocked]
+        real = Region.write
+
+        def delayed(self: Region, row: int, views: list) -> None:
+            started.set()
+            go.wait()
+            real(self, row, views)
+
+        monkeypatch.setattr(Region, "write", delayed)
         load = asyncio.ensure_future(engine.call(wire.Load(region.region, 0, every, cache=number, keys=b"".join(keys))))
-        await asyncio.sleep(0.05)
-        load.cancel()
-        await asyncio.sleep(0.05)
-        assert not load.done()
-        with pytest.raises(KvtierError) as caught:
-            await engine.call(wire.Unregister(region.region))
-        assert caught.value.code == Code.BUSY
-        go.set()
-        await asyncio.gather(*waits)
+        try:
+            while not started.is_set():
+                await asyncio.sleep(0.001)
+            load.cancel()
+            await asyncio.sleep(0.05)
+            assert not load.done()
+            with pytest.raises(KvtierError) as caught:
+                await engine.call(wire.Unregister(region.region))
+            assert caught.value.code == Code.BUSY
+        finally:
+            go.set()
         with pytest.raises(asyncio.CancelledError):
             await load
         before = memory.copy()

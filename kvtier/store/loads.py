@@ -8,7 +8,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvtier.index import Node, RadixIndex
-from kvtier.mover import Mover, batches
+from kvtier.mover import Mover, Urgency, batches
 from kvtier.store.cache import Cache
 from kvtier.store.space import Space
 from kvtier.tiers.disk import DiskTier
@@ -105,7 +105,7 @@ class Loads:
             cache.pool.mark(m.group, [slot], SlotState.FILLING)
         requests = [(m.disk, m.group, cache.views(m.group, slot)) for m, slot in plan]
         try:
-            results = await self.mover.run(disk.read, requests)
+            results = await self.mover.run(disk.read, requests, urgency=Urgency.LOAD)
         except BaseException:
             for m, slot in plan:
                 cache.pool.free(m.group, [slot])

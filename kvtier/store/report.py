@@ -72,7 +72,11 @@ class Report:
                 "caches": len(parts.caches),
                 "pages": sum(c.index.pages for c in parts.caches.values()),
                 "instances": instances,
-                "moving": {"jobs": parts.mover.running, "disk_queue_pages": parts.persist.queued_pages},
+                "moving": {
+                    "running": parts.mover.running,
+                    "waiting": parts.mover.waiting,
+                    "disk_queue_pages": parts.persist.queued_pages,
+                },
                 "counters": dict(parts.counts),
             }
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvtier.index import Index, Node, Order
-from kvtier.mover import Mover, copy_items
+from kvtier.mover import Mover, Urgency, copy_items
 from kvtier.store.cache import Cache
 from kvtier.store.persist import Persist
 from kvtier.tiers.host import HostPool, HostTier
@@ -198,7 +198,9 @@ class Space:
         cache.pool.mark(group, [old], SlotState.RELOCATING)
         copied = False
         try:
-            await self.mover.run(copy_items, [(cache.views(group, old), cache.views(group, fresh[0]))], background=True)
+            await self.mover.run(
+                copy_items, [(cache.views(group, old), cache.views(group, fresh[0]))], urgency=Urgency.BACKGROUND
+            )
             copied = True
         finally:
             cache.pool.mark(group, [old], SlotState.CACHED)
