@@ -63,6 +63,12 @@ def test_the_fixed_form_answers_for_every_row(run):
         assert (out["bytes_per_token"], out["fixed_bytes"], out["bytes_at_tokens"]) == (int(slope), fixed, at_128k)
 
 
+def test_engines_names_of_precisions_are_understood(run):
+    """bfloat16, fp8_e4m3 and auto mean bf16, fp8 and the model's own."""
+    for given, used in (("bfloat16", "bf16"), ("fp8_e4m3", "fp8"), ("auto", "bf16")):
+        assert json.loads(run(f"size model Llama-3.1-8B --kv-dtype {given} --json"))["kv_dtype"] == used
+
+
 def test_tokens_are_echoed_as_the_integer_used(run):
     """128k is 128000 in the answer."""
     assert json.loads(run("size model Llama-3.1-8B --tokens 128k --json"))["tokens"] == 128_000

@@ -154,6 +154,14 @@ def test_families_follow_their_rules(case):
     assert (spec.slope, spec.fixed) == (slope, fixed)
 
 
+def test_layer_types_of_deepseek_v4_mean_the_same_as_its_ratios():
+    """A config that transformers saved gives what the published one gives."""
+    own = expand(find("DeepSeek-V4-Flash")["config"])
+    names = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+    saved = own | {"compress_ratios": None, "layer_types": [names[ratio] for ratio in own["compress_ratios"]]}
+    assert read_config(saved).components == read_config(own).components
+
+
 @pytest.mark.parametrize(
     ("config", "field"),
     [

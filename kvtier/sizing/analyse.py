@@ -229,16 +229,19 @@ def tier_columns(link: Source) -> list[Column]:
         Column("read_bytes_per_s", "B/s"), Column("write_bytes_per_s", "B/s"), Column("read_load", "%", link),
         Column("write_load", "%", link), Column("wait_s", "s", link), Column("retention_s", "s"),
         Column("writes_bytes_per_day", "B"), Column("endurance", "x", Source.ASSUMED),
+        Column("link"), Column("link_read_bytes_per_s", "B/s", link), Column("link_write_bytes_per_s", "B/s", link),
     ]  # fmt: skip
 
 
 def tier_row(h: Held) -> tuple[int | float | str | None, ...]:
     """One tier's row under `tier_columns`."""
-    linked = h.tier.link is not None
+    link = h.tier.link
+    linked = link is not None
+    ways = (link.name, link.read_bps, link.write_bps) if link else (None, None, None)
     return (
         h.tier.name, h.tier.bytes, h.tokens, round(h.sessions, 1), h.hit, h.read_bps, h.write_bps,
         h.read_load if linked else None, h.write_load if linked else None, h.wait_s if linked else None, h.retention_s,
-        h.writes_per_day, h.endurance or None,
+        h.writes_per_day, h.endurance or None, *ways,
     )  # fmt: skip
 
 

@@ -45,6 +45,25 @@ KV_DTYPES: Final = [name for name in DTYPES if not name.endswith("_index")] + li
 """What --kv-dtype takes."""
 
 
+ALIASES: Final = {
+    "auto": "",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+}
+"""What engines call the same."""
+
+
+def parse_dtype(text: str, field: str = "kv-dtype") -> str:
+    """The name of a KV precision, '' for the model's own; raises KvtierError for an unknown one."""
+    name = ALIASES.get(text, text)
+    if name and name not in KV_DTYPES:
+        raise bad(field, f"auto or one of {', '.join(KV_DTYPES)}", text)
+    return name
+
+
 def vector_bytes(dtype: str, d: int, field: str = "kv-dtype") -> int:
     """Bytes of one vector of `d` elements; raises KvtierError for an unknown precision."""
     if dtype not in DTYPES:

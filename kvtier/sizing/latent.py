@@ -80,7 +80,7 @@ def deepseek_v4(f: Fields, p: Precision) -> list[Component]:
     window = f.whole("sliding_window")
     score = f.heads * width
     out = []
-    for n, ratio in enumerate(f.listing("compress_ratios", f.layers)[: f.layers]):
+    for n, ratio in enumerate(_ratios(f)):
         if ratio not in (0, 4, 128):
             raise bad(f"{f.prefix}compress_ratios[{n}]", "0, 4 or 128", ratio)
         out.append(Component("window", Rule.RING, 1, entry, 0, window, score, window))
@@ -92,6 +92,16 @@ def deepseek_v4(f: Fields, p: Precision) -> list[Component]:
                 Component("compressor", Rule.SCRATCH, 1, _compressor(f, ratio, width)),
             ]
     return out
+
+
+_KINDS: Final = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+def _ratios(f: Fields) -> list[int | None]:
+    """Tokens an entry stands for, layer by layer; transformers writes layer types in place of ratios."""
+    if f.get("compress_ratios") is None and f.get("layer_types") is not None:
+        return [_KINDS.get(kind) for kind in f.listing("layer_types", f.layers)[: f.layers]]
+    return list(f.listing("compress_ratios", f.layers)[: f.layers])
 
 
 def _compressor(f: Fields, ratio: int, width: int) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from kvtier.sizing.alloc import Engine, Parallel
-from kvtier.sizing.dtypes import KV_DTYPES
+from kvtier.sizing.dtypes import parse_dtype
 from kvtier.sizing.families import Reading
 from kvtier.sizing.hardware import Hardware, Link
 from kvtier.sizing.models import load
@@ -56,6 +56,7 @@ TOKENS = Quantity("tokens", parse_tokens)
 BYTES = Quantity("bytes", parse_bytes)
 RATE = Quantity("rate", parse_rate)
 SECONDS = Quantity("time", parse_seconds)
+DTYPE = Quantity("dtype", parse_dtype)
 
 
 def default_hardware() -> Path:
@@ -68,7 +69,7 @@ def _stack(*decorators: Callable[[Command], Command]) -> Callable[[Command], Com
 
 
 model_options = _stack(
-    click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="Precision of KV  [the model's own, else bf16]"),
+    click.option("--kv-dtype", type=DTYPE, help="Precision of KV  [the model's own, else bf16]"),
     click.option(
         "--index-dtype", type=click.Choice(["bf16", "fp8", "fp4"]), help="Precision of sparse attention's keys."
     ),
