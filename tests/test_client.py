@@ -547,6 +547,52 @@ def test_a_long_wait_is_bounded_by_what_was_asked_and_the_timeout(daemon):
             assert 0.4 <= time.monotonic() - start < 0.4 + DEADLINE
 
 
+class Nonsense(threading.Thread):
+    """Stands in for a daemon at the socket: a right Welcome, then whatever bytes it was given, for each connection."""
+
+    def __init__(self, path: Path, words: list[bytes]) -> None:
+        super().__init__()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._words = words
+
+    def run(self) -> None:
+        for words in self._words:
+            sock, _ = self._listener.accept()
+            with sock:
+                sock.recv(4096)
+                welcome = wire.Welcome(wire.VERSION, "nonsense", "uid", (), 0, 0)
+                sock.sendall(wire.frame(wire.VERBS[wire.Hello], 1, welcome))
+                sock.recv(4096)
+                with contextlib.suppress(OSError):
+                    sock.sendall(words)
+        self._listener.close()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        wire.HEADER.pack(2**32 - 1, 1, 0, 3, 2),
+        wire.HEADER.pack(1, 1, 0, 3, 2) + b"\xc1",
+        wire.HEADER.pack(1, 1, 0, 999, 0) + b"\x80",
+        wire.HEADER.pack(4, 1, 0, 0, 2) + b"junk",
+        wire.frame(wire.ERROR_VERB, 0, wire.Error("busy", "go away")),
+        wire.frame(wire.ERROR_VERB, 2, wire.Error("a_later_code", "?")),
+    ],
+)
+def test_a_daemon_that_talks_nonsense_is_a_miss(tmp_path, words):
+    """Broken frames, wrong replies and errors of another version end in a miss, never in an exception."""
+    server = Nonsense(tmp_path / "s", [words])
+    server.start()
+    with Client(tmp_path / "s", timeout_s=DEADLINE) as client:
+        assert not client.ping()
+        assert client.last_error is not None
+    server.join()
+
+
 def test_reset_while_the_daemon_is_away_still_hides_the_old_kv(daemon, client):
     """New weights: what was committed before is never matched again, though the daemon heard nothing of it."""
     cache = client.open(SPEC)
@@ -856,6 +902,22 @@ async def test_a_cancelled_load_fences_its_rows_until_the_daemons_word(daemon, m
             while region.fenced:
                 await asyncio.sleep(0.01)
         assert await region.unregister()
+
+
+async def test_async_processes_of_an_instance_share_what_one_holds(daemon):
+    """A lease and a reservation taken by one are read and filled by another."""
+    async with AsyncClient(daemon.socket, instance="pair") as one, AsyncClient(daemon.socket, instance="pair") as two:
+        mine, theirs = await one.open(SPEC), await two.open(SPEC)
+        reserved = await (await mine.match(keys(1))).reserve(0, 1)
+        filled = await theirs.adopt(reserved.share())
+        assert filled.write(0, 0, content(0, FULL.item_bytes))
+        assert await filled.commit() == 1
+        lease = await (await mine.match(keys(1))).acquire()
+        borrowed = await theirs.adopt(lease.share())
+        assert right(borrowed, 1)
+        await borrowed.release()
+        assert right(lease, 1), "it is held by who took it"
+        await lease.release()
 
 
 async def test_async_clients_leave_no_descriptor(daemon, no_leaks):

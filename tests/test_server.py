@@ -686,6 +686,36 @@ async def test_unmapped_ends_an_earlier_session_of_the_same_process(world):
 
 
 @scene
+async def test_sessions_that_hello_lists_end_before_the_new_one_begins(world):
+    """A process that connects again and kept nothing starts clean, though its old socket is still open here."""
+    first = world.peer()
+    session = (await first.join()).session
+    second = world.peer()
+    await second.join(wire.Hello(wire.VERSION, "engine", unmapped=(session, 12345)))
+    kinds = [what[0] for what in world.store.log]
+    assert kinds == ["join", "leave", "gone", "join"]
+    assert await first.frame() is None
+    await still_serves(second)
+
+
+@scene
+async def test_a_session_that_still_drains_does_not_hold_up_hello(world):
+    """What has bytes in flight is left for Unmapped; the newcomer is served meanwhile."""
+    first = world.peer()
+    session = (await first.join()).session
+    await first.send(wire.Load(1, 0, b""))
+    await world.store.moving.wait()
+    second = world.peer()
+    await second.join(wire.Hello(wire.VERSION, "engine", unmapped=(session,)))
+    assert (await second.ask(wire.Unmapped(session))).code is Code.BUSY
+    world.store.drained.set()
+    async with asyncio.timeout(5):
+        await world.store.happened("leave", False)
+    assert await second.ask(wire.Unmapped(session)) == wire.Ok()
+    assert world.store.log[-1] == ("gone",)
+
+
+@scene
 async def test_unmapped_of_a_live_own_or_foreign_session_is_refused(world):
     """Only an earlier, closed connection of the very process can be ended."""
     first, second = world.peer(), world.peer()

@@ -119,7 +119,7 @@ class Pipe:
                 return None
             size = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return None
+            return b""
         except OSError as exc:
             raise Away(f"the connection is lost: {exc}") from exc
         finally:
