@@ -23,6 +23,8 @@ from kvtier.types import align_up
 
 IO_BYTES: Final = 4 << 20
 """No single call moves more, so that a waiting read is never far behind a write."""
+SMALL_IO_BYTES: Final = 512 << 10
+SHARES: Final = 12
 IO_VIEWS: Final = 512
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -107,14 +109,19 @@ def pieces(
                 done += size
 
 
-def join(parts: Iterable[Piece]) -> list[Io]:
-    """Few large calls out of many pieces: sorted by offset, neighbours joined up to IO_BYTES."""
+def share(total: int) -> int:
+    """How large the calls of a transfer of so many bytes should be for all lanes to have work until its end."""
+    return min(max(align_up(total // SHARES), SMALL_IO_BYTES), IO_BYTES)
+
+
+def join(parts: Iterable[Piece], limit: int = IO_BYTES) -> list[Io]:
+    """Few large calls out of many pieces: sorted by offset, neighbours joined up to a limit of bytes."""
     out: list[Io] = []
     views: list[View] = []
     owners: set[int] = set()
     start = end = 0
     for offset, view, owner in sorted(parts, key=lambda piece: piece.offset):
-        if views and (offset != end or end - start + view.size > IO_BYTES or len(views) >= IO_VIEWS):
+        if views and (offset != end or end - start + view.size > limit or len(views) >= IO_VIEWS):
             out.append(Io(start, views, end - start, frozenset(owners)))
             views, owners = [], set()
         if not views:

@@ -10,7 +10,7 @@ import xxhash
 
 from kvtier.tiers.cells import BLOCK
 from kvtier.tiers.commits import Op, code_of, name_of
-from kvtier.tiers.extentfile import Extents, Io, Piece, Scratch, join, pieces
+from kvtier.tiers.extentfile import Extents, Io, Piece, Scratch, join, pieces, share
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import Place
 from kvtier.tiers.records import Item, Run, View
@@ -119,7 +119,8 @@ class Reading:
 
     def run(self, lanes: Lanes) -> list[str]:
         """Read everything; per item an empty string or what went wrong."""
-        ios = join(piece for at in range(len(self._places)) for piece in self._pieces(at))
+        parts = [piece for at in range(len(self._places)) for piece in self._pieces(at)]
+        ios = join(parts, share(sum(part.view.size for part in parts)))
         self._open = len(ios)
         for io in ios:
             for at in io.owners:

@@ -1,0 +1,263 @@
+"""How fast the disk tier stores pages durably, brings them back cold, goes on at full capacity, and starts again.
+
+    python bench/bench_disk.py [--json FILE]
+
+Limits: O_DIRECT calls of the same bytes in the same sizes with as many in flight, and one fdatasync after writes. It
+runs in the temporary directory: set TMPDIR to the device that matters.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from measure import OURS, Bench, Samples, Target, interleave
+
+from kvtier.identity import CacheSpec, GroupSpec, base_id, cache_id
+from kvtier.tiers.catalogue import Catalogue
+from kvtier.tiers.cells import Span
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.extentfile import IO_BYTES
+from kvtier.tiers.records import CacheRecord, Change, Item, Placed, Run, cache_key, encode_cache, encode_run, place
+from kvtier.types import Kind
+
+IN_FLIGHT = 4
+RUN = 16
+PAGE_TOKENS = 64
+SLAB = 64 << 20
+READ_PAGES = 64
+"""Pages asked for in one read."""
+WRITE, CHURN, READ = Target("ratio", ">=", 0.9), Target("ratio", ">=", 0.72), Target("ratio", ">=", 0.9)
+
+
+def buffer(size: int) -> np.ndarray:
+    """Bytes at a 4 KiB-aligned address."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
+def spec_of(page_bytes: int) -> CacheSpec:
+    """A cache with pages of so many bytes."""
+    return CacheSpec("bench", bytes(16), "bfloat16", PAGE_TOKENS, (GroupSpec(Kind.FULL, 1, 1, page_bytes),))
+
+
+class Raw:
+    """The device by itself: a file of the same size, threads that share its blocks."""
+
+    def __init__(self, path: Path, source: np.ndarray, total: int) -> None:
+        self.path, self.source, self.total = path, source, total
+        self.targets = [buffer(IO_BYTES) for _ in range(IN_FLIGHT)]
+
+    def speed(self, call: Callable[[int, int, int], object], *, fresh: bool = False, sync: bool = False) -> float:
+        """GB/s of a call (descriptor, offset, thread) over all blocks."""
+        if fresh:
+            self.path.unlink(missing_ok=True)
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        blocks = iter(range(0, self.total, IO_BYTES))
+        lock = threading.Lock()
+
+        def work(thread: int) -> None:
+            while True:
+                with lock:
+                    offset = next(blocks, None)
+                if offset is None:
+                    return
+                call(fd, offset, thread)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(IN_FLIGHT)]
+        os.posix_fallocate(fd, 0, self.total)
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if sync:
+            os.fdatasync(fd)
+        taken = time.perf_counter() - start
+        os.close(fd)
+        return self.total / taken / 1e9
+
+    def _write(self, fd: int, offset: int, _thread: int) -> None:
+        at = offset % self.source.size
+        os.pwritev(fd, [self.source[at : at + IO_BYTES]], offset)
+
+    def write(self) -> float:
+        """Into a new file."""
+        return self.speed(self._write, fresh=True, sync=True)
+
+    def overwrite(self) -> float:
+        """Into the file as it is."""
+        return self.speed(self._write, sync=True)
+
+    def read(self) -> float:
+        """The file as it is."""
+        return self.speed(lambda fd, offset, thread: os.preadv(fd, [self.targets[thread]], offset))
+
+
+class Tier:
+    """The disk tier and the thread that owns it."""
+
+    def __init__(self, home: Path, source: np.ndarray, page: int, total: int) -> None:
+        self.home, self.page, self.total = home, page, total
+        self.pages = [source[at : at + page] for at in range(0, source.size, page)]
+        self.sums = [xxhash.xxh3_64_intdigest(page.data) for page in self.pages]
+        self.targets = [buffer(page) for _ in range(READ_PAGES)]
+        self.runs: list[int] = []
+        self.open()
+
+    def open(self) -> None:
+        """A new, empty tier."""
+        shutil.rmtree(self.home, ignore_errors=True)
+        self.posts: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self.tier = DiskTier(self.home, self.total + SLAB, post=lambda *call: self.posts.put(call), threads=IN_FLIGHT)
+        assert not list(self.tier.load())
+        spec = spec_of(self.page)
+        self.cache = self.tier.open_cache(cache_id(spec, "bench", 0), base_id(spec, "bench"), "bench", 0, spec)
+        self.runs = []
+        self.flush()
+
+    def step(self) -> None:
+        """Run one completion."""
+        call, *arguments = self.posts.get()
+        call(*arguments)
+
+    def flush(self) -> None:
+        """Wait until all is durable."""
+        said: list[str] = []
+        self.tier.flush(said.append)
+        while not said:
+            self.step()
+
+    def fill(self, free: Iterator[int]) -> float:
+        """GB/s of durable runs; where there is no room, the oldest goes first."""
+        wanted = self.total // self.page // RUN
+        keys, chains = bytes(RUN * PAGE_TOKENS * 4), bytes(RUN * 16)
+        ended: list[int] = []
+
+        def done(run: int | None, error: str) -> None:
+            assert run is not None, error
+            ended.append(run)
+
+        start = time.perf_counter()
+        sent = 0
+        while sent < wanted:
+            picked = [(sent * RUN + page) % len(self.pages) for page in range(RUN)]
+            items = [Item(page, 0, self.sums[at], [self.pages[at]]) for page, at in enumerate(picked)]
+            if self.tier.write(self.cache, bytes(16), 0, keys, chains, items, done):
+                sent += 1
+            elif self.tier.refusal == "no_space" and (run := next(free, None)) is not None:
+                self.tier.free([run << 6 | page for page in range(RUN)])
+            else:
+                self.step()
+        while len(ended) < wanted:
+            self.step()
+        taken = time.perf_counter() - start
+        self.runs = ended
+        return self.total / taken / 1e9
+
+    def write(self) -> float:
+        """Into a new tier."""
+        self.tier.close()
+        self.open()
+        return self.fill(iter(()))
+
+    def churn(self) -> float:
+        """Into a full tier: each run takes the place of an older one, which must be durably gone first."""
+        return self.fill(iter(self.runs))
+
+    def read(self) -> float:
+        """Every page, in the order in which they were written, verified."""
+        handles = [run << 6 | page for run in self.runs for page in range(RUN)]
+        start = time.perf_counter()
+        for at in range(0, len(handles), READ_PAGES):
+            requests = [
+                (handle, 0, [view]) for handle, view in zip(handles[at : at + READ_PAGES], self.targets, strict=False)
+            ]
+            assert not any(self.tier.read(requests))
+        return self.total / (time.perf_counter() - start) / 1e9
+
+
+def payload(bench: Bench, home: Path, page: int, total: int) -> None:
+    """Writes and reads of one size of pages against the device."""
+    source = buffer(min(total, 256 << 20))
+    source[:] = np.random.default_rng(bench.seed).integers(0, 256, source.size, np.uint8)
+    raw, tier = Raw(home / "raw", source, total), Tier(home / "tier", source, page, total)
+    rounds = bench.rounds(5)
+    name = f"{page >> 10} KiB pages"
+    write = interleave({OURS: tier.write, "O_DIRECT": raw.write}, rounds)
+    bench.add(f"durable write, {name}", "GB/s", write, limit="O_DIRECT", target=WRITE)
+    read = interleave({OURS: tier.read, "O_DIRECT": raw.read}, rounds)
+    bench.add(f"cold read, verified, {name}", "GB/s", read, limit="O_DIRECT", target=READ)
+    churn = interleave({OURS: tier.churn, "O_DIRECT": raw.overwrite}, rounds)
+    bench.add(f"write at full capacity, {name}", "GB/s", churn, limit="O_DIRECT", target=CHURN)
+    tier.tier.close()
+    shutil.rmtree(tier.home)
+    raw.path.unlink()
+
+
+def catalogue_of(home: Path, pages: int, seed: int) -> None:
+    """A catalogue of so many pages in runs, without their payload."""
+    home.mkdir()
+    spec = spec_of(4096)
+    record = CacheRecord(cache_id(spec, "bench", 0), base_id(spec, "bench"), "bench", 0, spec)
+    catalogue = Catalogue(home / "catalogue", SLAB, limit_bytes=8 << 30, sync=False)
+    layouts = record.layouts(SLAB)
+    random = np.random.default_rng(seed)
+    changes = [Change(b"caches", cache_key(1), encode_cache(cache_key(1), record))]
+    for number in range(1, pages // RUN + 1):
+        run = Run(number, 1, RUN, layouts)
+        run.depth, run.parent, run.chains = number % 64 * RUN, random.bytes(16), random.bytes(16 * RUN)
+        run.keys = random.integers(0, 150_000, RUN * PAGE_TOKENS, "<i4").tobytes()
+        placed = [Placed((1 << RUN) - 1, [Span((number - 1) * RUN, 1, RUN)], array("Q", random.bytes(8 * RUN)))]
+        place(run, placed)
+        changes.append(Change(b"runs", run.key, encode_run(run, placed)))
+        if len(changes) > 500:
+            catalogue.commit(changes)
+            changes = []
+    catalogue.commit(changes)
+    catalogue.close()
+
+
+def start_up(bench: Bench, home: Path, pages: int) -> None:
+    """Opening and loading a catalogue, and its bytes per page."""
+    catalogue_of(home / "big", pages, bench.seed)
+    data = home / "big" / "catalogue" / "data.mdb"
+    bench.add("catalogue, per page in 16-page runs", "B", {OURS: [data.stat().st_size / pages]})
+    times: Samples = {"open": [], "load": []}
+    for _ in range(bench.rounds(5)):
+        start = time.perf_counter()
+        tier = DiskTier(home / "big", pages * 4096 + 16 * SLAB, post=lambda *_: None)
+        opened = time.perf_counter()
+        assert sum(run.pages for run in tier.load()) == pages // RUN * RUN
+        times["open"].append(opened - start)
+        times["load"].append(time.perf_counter() - opened)
+        tier.close()
+    name = f"{pages:,} pages"
+    bench.add(f"open, scan in a child included, {name}", "s", {OURS: times["open"]}, target=Target("value", "<=", 0.5))
+    bench.add(f"load, without an index, {name}", "s", {OURS: times["load"]}, target=Target("value", "<=", 2.0))
+
+
+def main() -> None:
+    """Run all cases."""
+    bench = Bench("disk", __doc__)
+    sys.setswitchinterval(1e-4)  # as the daemon does
+    total = (32 << 20) if bench.tiny else (1 << 30)
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        for page in (2 << 20, 256 << 10):
+            payload(bench, Path(folder), page, total)
+        start_up(bench, Path(folder), 16_000 if bench.tiny else 1_000_000)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
