@@ -6,6 +6,7 @@ The sync and the async client inherit these and add one line of I/O per verb.
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import cast
 
 import msgspec
@@ -111,7 +112,7 @@ class HeldLease(Slots):
         if self.cache.groups[group].slots_per_item > 1:
             raise bad("group", "items of one slot; use read", group)
         out, done = [], 0
-        for span in self._spans(group, first, pages):
+        for span in self._spans(group, first, pages, sys.maxsize):
             if span.at != done:
                 break
             span.rows.flags.writeable = False

@@ -68,7 +68,7 @@ def tables(items: Sequence[wire.Items], groups: Sequence[wire.GroupInfo]) -> dic
 
 
 class Span(NamedTuple):
-    """Items that lie one after another, at most SPAN_BYTES of them."""
+    """Items that lie one after another."""
 
     at: int
     """Position of the first after the page that was asked for."""
@@ -135,10 +135,10 @@ class Slots:
             raise
         return Item(self.cache.spec.groups[group], slots), found[1]
 
-    def _spans(self, group: int, first: int, count: int) -> Iterator[Span]:
+    def _spans(self, group: int, first: int, count: int, span_bytes: int = SPAN_BYTES) -> Iterator[Span]:
         """Items of one slot that lie one after another, of pages [first, first + count); absent ones are in none."""
         joined, size = self._joined, self.cache.groups[group].slot_bytes
-        most = max(1, SPAN_BYTES // size)
+        most = max(1, span_bytes // size)
         for table in self._tables.get(group, ()):
             lo, hi = max(first, table.first), min(first + count, table.first + len(table.offsets))
             offsets = table.offsets[lo - table.first : max(lo, hi) - table.first, 0]
