@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import multiprocessing
 import os
 import socket
@@ -17,9 +16,12 @@ import host_rivals
 import numpy as np
 import numpy.typing as npt
 from host_daemon import PAGE, PATIENCE_MS, spec_of
-from measure import OURS, Bench, Target, interleave
+from measure import OURS, Bench, Subject, Target, interleave
+from rival import Running
 
 from kvtier.client import Cache, Client
+
+RIVALS_TOKENS = 8_192
 
 
 class Echo:
@@ -88,20 +90,17 @@ def matching(bench: Bench, where: Path) -> None:
                 OURS: lambda k=keys: matched(cache, k, 20 if bench.tiny else 300),
                 "bare socket": lambda e=echo: statistics.median(timed(e.trip, 300)),
             }
-            with host_rivals.running(bench if tokens == 8_192 else quiet(bench), 128 << 10, keys_of) as rivals:
-                for name, rival in rivals.items():
-                    subjects[name] = lambda r=rival: r.ask("lookup", pages=128, calls=50)
-                samples = interleave(subjects, bench.rounds(9))
+            samples = interleave(subjects, bench.rounds(9))
+            if tokens == RIVALS_TOKENS:
+                host_rivals.beside(bench, samples, 128 << 10, keys_of, subjects, looked_up)
             echo.close()
             target = Target("value", "<=", 60) if tokens <= 8_192 else None
             bench.add(f"match {tokens:,} tokens, p50", "us", samples, limit="bare socket", target=target)
 
 
-def quiet(bench: Bench) -> Bench:
-    """The same bench without rivals."""
-    silent = copy.copy(bench)
-    silent.rivals = False
-    return silent
+def looked_up(name: str, rival: Running) -> dict[str, Subject]:
+    """A rival's rounds of looking up the keys of 8,192 tokens, which it is given."""
+    return {name: lambda: rival.ask("lookup", pages=128, calls=50)}
 
 
 def keys_of(rival: Any) -> int:

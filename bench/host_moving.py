@@ -12,7 +12,8 @@ import host_rivals
 import numpy as np
 import xxhash
 from host_daemon import PAGE, PATIENCE_MS, kvtierd, spec_of
-from measure import OURS, Bench, Samples, Target, interleave
+from measure import OURS, Bench, Samples, Subject, Target, interleave
+from rival import Running
 
 from kvtier import wire
 from kvtier.client import Cache, Client
@@ -33,6 +34,10 @@ class Rate(NamedTuple):
     def total(self) -> int:
         """Bytes a round."""
         return self.page_bytes * self.pages
+
+    def asked(self, name: str, rival: Running) -> dict[str, Subject]:
+        """A rival's rounds in GB/s."""
+        return {f"{op} {name}": lambda op=op: self.total / rival.ask(op) / 1e9 for op in ("put", "get")}
 
     def __str__(self) -> str:
         big = self.page_bytes >> 20
@@ -165,7 +170,8 @@ class Engine:
         return self.speed(work)
 
     def in_place(self) -> float:
-        """Microseconds to lease the prompt and to have views of its pages where they lie."""
+        """Microseconds to lease the prompt and to have views of its pages where they lie, when not for the first time."""
+        self.prompt.acquire().release()
         start = time.perf_counter()
         with self.prompt.acquire() as lease:
             views = lease.views(0, 0, self.size.pages)
@@ -174,7 +180,8 @@ class Engine:
         return took * 1e6
 
     def lease(self) -> float:
-        """Microseconds to lease the prompt and to give it back."""
+        """Microseconds to lease the prompt and to give it back, when not for the first time."""
+        self.prompt.acquire().release()
         start = time.perf_counter()
         self.prompt.acquire().release()
         return (time.perf_counter() - start) * 1e6
@@ -193,24 +200,20 @@ def moving(bench: Bench, size: Rate) -> None:
         engine = Engine(where, size, bench.seed)
         for _ in range(2 if bench.tiny else 8):
             engine.put()  # until every slot was used once
-        with host_rivals.running(bench, size.page_bytes, lambda _, n=size.pages: n) as rivals:
-            subjects = {
-                "memcpy": engine.memcpy,
-                "sum": engine.copy_and_sum,
-                "sum beside": engine.copy_beside_sum,
-                "put": engine.put,
-                "get": engine.get,
-                "get copy": engine.get_copy,
-                "in place": engine.in_place,
-                "lease": engine.lease,
-                "put copy": engine.put_copy,
-                "first": engine.put_first,
-                **host_rivals.moving(rivals, "put", size.total),
-                **host_rivals.moving(rivals, "get", size.total),
-            }
-            samples = interleave(subjects, bench.rounds(9))
+        beside = {"memcpy": engine.memcpy, "put": engine.put, "get": engine.get}
+        alone = {
+            "sum": engine.copy_and_sum,
+            "sum beside": engine.copy_beside_sum,
+            "get copy": engine.get_copy,
+            "in place": engine.in_place,
+            "lease": engine.lease,
+            "put copy": engine.put_copy,
+            "first": engine.put_first,
+        }
+        samples = interleave({**beside, **alone}, bench.rounds(9))
+        host_rivals.beside(bench, samples, size.page_bytes, lambda _: size.pages, beside, size.asked)
         engine.close()
-        report(bench, size, samples)
+    report(bench, size, samples)
 
 
 def report(bench: Bench, size: Rate, samples: Samples) -> None:
