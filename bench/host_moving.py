@@ -170,7 +170,7 @@ class Engine:
         return self.speed(work)
 
     def in_place(self) -> float:
-        """Microseconds to lease the prompt and to have views of its pages where they lie, when not for the first time."""
+        """Microseconds to lease the prompt and view its pages where they lie, when not for the first time."""
         self.prompt.acquire().release()
         start = time.perf_counter()
         with self.prompt.acquire() as lease:
