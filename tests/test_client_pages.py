@@ -12,7 +12,8 @@ import pytest
 
 from kvtier.client import Client
 from kvtier.client.arenas import runs
-from kvtier.client.slots import SAMPLE, SPAN_BYTES, Checks
+from kvtier.client.layout import SPAN_BYTES, checksum, copy_summed
+from kvtier.client.slots import SAMPLE, Checks
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Code, Kind, KvtierError
@@ -228,6 +229,29 @@ def test_reads_are_sampled_alike_one_by_one_and_together(verify, every):
         start + at for start, count in zip(starts, [7, 1, 0, 33, 16, 43], strict=False) for at in together.due(count)
     ]
     assert alone == joint == (list(range(0, 100, every)) if every else [])
+
+
+@pytest.mark.parametrize("size", [0, 1, SPAN_BYTES - 1, SPAN_BYTES, SPAN_BYTES + 1, 2 * SPAN_BYTES, 3 * SPAN_BYTES + 7])
+def test_a_copy_summed_in_pieces_has_the_sum_of_the_whole(size):
+    """The pieces leave no trace in bytes or sum."""
+    source, target = content(1, size=size)[0], np.zeros(size, np.uint8)
+    assert copy_summed(target, source) == checksum([source])
+    assert np.array_equal(source, target)
+
+
+def test_large_pages_are_verified_too(client):
+    """A page of more than one piece comes back whole, or not at all."""
+    size = 2 * SPAN_BYTES + 4096
+    cache = client.open(spec_of(GroupSpec(Kind.FULL, 1, 1, size)))
+    data, out = content(3, size=size), np.zeros((3, size), np.uint8)
+    with cache.match(keys(3)).reserve(0, 3, wait_ms=5000) as held:
+        assert held.write_pages(0, 0, data)
+        assert held.commit() == 3
+    with cache.match(keys(3)).acquire() as lease:
+        assert lease.read_pages(0, 0, out) == 3
+        assert np.array_equal(out, data)
+        spoil(lease, 1)
+        assert lease.read_pages(0, 0, out) == 1
 
 
 def test_runs_are_of_slots_that_follow_each_other():

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from kvtier import wire
 from kvtier.client.caches import OpenCache
-from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, rows
+from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, copy_summed, rows
 from kvtier.client.link import Call, Joined, Steps
-from kvtier.client.slots import Checks, Slots
+from kvtier.client.slots import Checks, Slots, Span
 from kvtier.identity import Slice
 from kvtier.types import Code, bad
 
@@ -96,12 +96,18 @@ class HeldLease(Slots):
             if span.at != done:
                 break
             copied = out[done : done + len(span.rows)]
-            np.copyto(copied, span.rows)
-            rights = self._rights(group, first + done, copied, span.sums, range(len(copied)))
+            rights = self._copied(group, first + done, span, copied)
             done += rights
             if rights < len(copied):
                 break
         return 0 if self.lost else done
+
+    def _copied(self, group: int, page: int, span: Span, out: Bytes) -> int:
+        """Copy a span's rows, and how many leading copies are right."""
+        if len(out) == 1:
+            return int(self._verified(copy_summed(out[0], span.rows[0]), int(span.sums[0]), group, page))
+        np.copyto(out, span.rows)
+        return self._rights(group, page, out, span.sums, range(len(out)))
 
     def views(self, group: int, first: int, pages: int) -> list[Bytes]:
         """Items of pages from `first` on in place: read-only rows [items, item_bytes] of those that lie together.

@@ -12,15 +12,13 @@ import numpy.typing as npt
 from kvtier import wire
 from kvtier.client.arenas import runs
 from kvtier.client.caches import OpenCache
-from kvtier.client.layout import Bytes, Item
+from kvtier.client.layout import SPAN_BYTES, Bytes, Item
 from kvtier.client.link import Away, Joined, Post, Steps
 from kvtier.types import KvtierError, bad
 
 Verify = Literal["never", "sample", "always"]
 SAMPLE: Final = 16
 """`sample` checks every item of this many that is looked at in place, the first included."""
-SPAN_BYTES: Final = 1 << 20
-"""Small pages are copied together up to so many bytes, which are still in the cache when they are verified."""
 
 _log = logging.getLogger("kvtier.client")
 
