@@ -19,7 +19,7 @@ from kvtier import wire
 from kvtier.client import Cache, Client
 from kvtier.client import Path as Prompt
 
-BATCH = 8 << 20
+BATCH = 4 << 20
 """Bytes written between two commits."""
 CHECKED, COPY = Target("ratio", ">=", 0.75), Target("ratio", ">=", 0.9)
 
