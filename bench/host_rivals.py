@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
-from measure import Bench, RivalFailed, Subject, skipped
+from measure import Bench, RivalFailed, Samples, Subject, interleave, skipped
 from rival import Rival, Running
 
 LMCACHE = (
@@ -38,19 +37,24 @@ RIVALS = (
 )
 
 
-@contextlib.contextmanager
-def running(bench: Bench, page_bytes: int, pages: Callable[[Rival], int]) -> Iterator[dict[str, Running]]:
-    """The rivals that were asked for and run here, by name."""
-    with contextlib.ExitStack() as stack:
-        found = {}
-        for rival in RIVALS if bench.rivals else ():
-            try:
-                found[rival.name] = stack.enter_context(Running(rival, page_bytes, pages(rival), bench.seed))
-            except RivalFailed as exc:
-                skipped(rival.name, exc)
-        yield found
+def beside(
+    bench: Bench,
+    samples: Samples,
+    page_bytes: int,
+    pages: Callable[[Rival], int],
+    ours: Mapping[str, Subject],
+    theirs: Callable[[str, Running], dict[str, Subject]],
+) -> None:
+    """Add rounds of each rival that was asked for and runs here to the samples, between rounds of `ours`.
 
-
-def moving(rivals: dict[str, Running], op: str, total: int) -> dict[str, Subject]:
-    """Rounds of `put` or `get` in GB/s."""
-    return {f"{op} {name}": lambda r=rival: total / r.ask(op) / 1e9 for name, rival in rivals.items()}
+    One at a time: several of them spin while they are idle.
+    """
+    for rival in RIVALS if bench.rivals else ():
+        try:
+            with Running(rival, page_bytes, pages(rival), bench.seed) as running:
+                found = interleave({**ours, **theirs(rival.name, running)}, bench.rounds(7))
+        except RivalFailed as exc:
+            skipped(f"{rival.name}, pages of {page_bytes:,} bytes", exc)
+            continue
+        for name, numbers in found.items():
+            samples.setdefault(name, []).extend(numbers)

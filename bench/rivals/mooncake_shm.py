@@ -50,8 +50,8 @@ class Mooncake:
         self.keys = [self.random.bytes(16).hex() for _ in self.sizes]
         results = []
         took = seconds(lambda: results.extend(self.store.batch_put_from(self.keys, self.starts, self.sizes)))
-        if any(results):
-            raise ValueError(f"puts failed: {results[:4]}")
+        if failed := [code for code in results if code]:
+            raise ValueError(f"{len(failed)} of {len(results)} puts failed, first with {failed[0]}")
         return took
 
     def get(self):

@@ -6,154 +6,20 @@ The sync and the async client inherit these and add one line of I/O per verb.
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple, cast
+import sys
+from typing import cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvtier import wire
-from kvtier.client.arenas import runs
 from kvtier.client.caches import OpenCache
-from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, rows
-from kvtier.client.link import Away, Call, Joined, Post, Steps
+from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, copy_summed, rows
+from kvtier.client.link import Call, Joined, Steps
+from kvtier.client.slots import Checks, Slots, Span
 from kvtier.identity import Slice
-from kvtier.types import Code, KvtierError, bad
-
-Verify = Literal["never", "sample", "always"]
-SAMPLE: Final = 16
-"""`sample` checks every item of this many that is looked at in place, the first included."""
-SPAN_BYTES: Final = 1 << 20
-"""Small pages are copied together up to so many bytes, which are still in the cache when they are verified."""
-
-_log = logging.getLogger("kvtier.client")
-
-
-class Checks:
-    """Which reads in place are verified, and how many were wrong."""
-
-    def __init__(self, verify: Verify) -> None:
-        if verify not in ("never", "sample", "always"):
-            raise bad("verify", "never, sample or always", verify)
-        self._every = {"never": 0, "sample": SAMPLE, "always": 1}[verify]
-        self._seen = 0
-        self.mismatches = 0
-
-    def due(self) -> bool:
-        """Whether this read is one to verify."""
-        self._seen += 1
-        return self._every > 0 and (self._seen - 1) % self._every == 0
-
-    def right(self, got: int, want: int, where: str) -> bool:
-        """Whether a checksum is as expected; a mismatch is counted and logged."""
-        if got == want:
-            return True
-        self.mismatches += 1
-        _log.warning("checksum mismatch in %s: read as a miss", where)
-        return False
-
-
-class Table(NamedTuple):
-    """Where items of one group lie: a wire.Items decoded."""
-
-    first: int
-    offsets: npt.NDArray[np.int64]
-    """[count, slots_per_item]; -1 where there is no item."""
-    sums: npt.NDArray[np.uint64]
-
-
-def tables(items: Sequence[wire.Items], groups: Sequence[wire.GroupInfo]) -> dict[int, list[Table]]:
-    """Items by group."""
-    out: dict[int, list[Table]] = {}
-    for part in items:
-        offsets = np.frombuffer(part.offsets, "<i8").reshape(part.count, groups[part.group].slots_per_item)
-        out.setdefault(part.group, []).append(Table(part.first, offsets, np.frombuffer(part.sums, "<u8")))
-    return out
-
-
-class Slots:
-    """Items in the arena that this process may look at; nothing of them may be touched once lost."""
-
-    def __init__(self, cache: OpenCache, joined: Joined | None, items: Sequence[wire.Items]) -> None:
-        self.cache = cache
-        self._joined = joined
-        self._items = tuple(items)
-        self._tables = tables(items, cache.groups) if items else {}
-        self._ended = False
-
-    @property
-    def lost(self) -> bool:
-        """Whether the connection that gave this is gone, with all its slots."""
-        return self._joined is not None and not self._joined.alive
-
-    def on(self, joined: Joined) -> None:
-        """Raise Away unless this was given on that connection."""
-        if self._joined is not joined or self._ended:
-            raise Away("what the transfer is about was lost with an earlier connection, or given back")
-
-    def _giving_back(self, message: wire.Message | None) -> Steps[None]:
-        """Say once that this is over, on another connection too: the daemon knows it by its instance.
-
-        Not to another daemon, to which its number would mean something else.
-        """
-        ended, self._ended = self._ended, True
-        joined = self._joined
-        if ended or joined is None or message is None:
-            return
-        if not joined.alive:
-            joined, _ = yield from self.cache.entering()
-            if self._joined is None or self._joined.daemon.gone or joined.daemon.pid != self._joined.daemon.pid:
-                return
-        yield Post(joined, message)
-
-    def _offsets(self, group: int, page: int) -> tuple[npt.NDArray[np.int64], int] | None:
-        """Slot offsets and checksum of one item; None where it is not here."""
-        for table in self._tables.get(group, ()):
-            at = page - table.first
-            if 0 <= at < len(table.offsets) and table.offsets[at, 0] >= 0:
-                return table.offsets[at], int(table.sums[at]) if at < len(table.sums) else 0
-        return None
-
-    def _item(self, group: int, page: int) -> tuple[Item, int] | None:
-        """The item and its checksum; None where it is not here, or lost, or given back."""
-        found = self._offsets(group, page)
-        joined = self._joined
-        if found is None or joined is None or self._ended:
-            return None
-        size = self.cache.groups[group].slot_bytes
-        try:
-            slots = [joined.arenas.view(int(offset), size) for offset in found[0]]
-        except KvtierError:
-            if self.lost:  # another thread noticed between the check and the view
-                return None
-            raise
-        return Item(self.cache.spec.groups[group], slots), found[1]
-
-    def _spans(self, group: int, first: int, count: int) -> Iterator[tuple[int, Bytes]]:
-        """Items of one slot that lie one after another, of pages [first, first + count).
-
-        Each is (position after `first`, rows [items, item_bytes]), at most SPAN_BYTES; absent items are in none.
-        """
-        joined, size = self._joined, self.cache.groups[group].slot_bytes
-        most = max(1, SPAN_BYTES // size)
-        for table in self._tables.get(group, ()):
-            lo, hi = max(first, table.first), min(first + count, table.first + len(table.offsets))
-            offsets = table.offsets[lo - table.first : max(lo, hi) - table.first, 0]
-            for at, address, length in runs(offsets, size):
-                for done in range(0, length, most):
-                    if joined is None or self.lost or self._ended:
-                        return
-                    block = joined.arenas.block(address + done * size, min(most, length - done), size)
-                    yield lo - first + at + done, block[:, : self.cache.groups[group].item_bytes]
-
-    def _matrix(self, group: int, data: Bytes, field: str) -> Bytes:
-        """Rows of bytes, one an item; raises bad_request where they are not."""
-        item = self.cache.spec.groups[group].item_bytes
-        if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != item:
-            raise bad(field, f"uint8 rows of {item} bytes", (data.dtype.name, data.shape))
-        return data
+from kvtier.types import Code, bad
 
 
 class Share(msgspec.Struct, forbid_unknown_fields=True):
@@ -221,28 +87,55 @@ class HeldLease(Slots):
         How many leading rows are right: the first item that is absent or wrong ends it. For many small pages this
         costs a fraction of as many `read`s.
         """
-        self._matrix(group, out, "out")
+        self._expect_rows(out, "out", self.cache.spec.groups[group].item_bytes)
         if self.cache.groups[group].slots_per_item > 1:
             good = (self.read(group, first + at, row) for at, row in enumerate(out))
             return sum(1 for _ in itertools.takewhile(bool, good))
         done = 0
-        for at, block in self._spans(group, first, len(out)):
-            if at != done:
+        for span in self._spans(group, first, len(out)):
+            if span.at != done:
                 break
-            rights = self._copied(group, first + at, block, out[at : at + len(block)])
+            copied = out[done : done + len(span.rows)]
+            rights = self._copied(group, first + done, span, copied)
             done += rights
-            if rights < len(block):
+            if rights < len(copied):
                 break
         return 0 if self.lost else done
 
-    def _copied(self, group: int, page: int, block: Bytes, out: Bytes) -> int:
-        """Copy rows, and how many leading ones are right."""
-        np.copyto(out, block)
-        for at, row in enumerate(out):
-            found = self._offsets(group, page + at)
-            if found is None or not self._verified(checksum([row]), found[1], group, page + at):
+    def _copied(self, group: int, page: int, span: Span, out: Bytes) -> int:
+        """Copy a span's rows, and how many leading copies are right."""
+        if len(out) == 1:
+            return int(self._verified(copy_summed(out[0], span.rows[0]), int(span.sums[0]), group, page))
+        np.copyto(out, span.rows)
+        return self._rights(group, page, out, span.sums, range(len(out)))
+
+    def views(self, group: int, first: int, pages: int) -> list[Bytes]:
+        """Items of pages from `first` on in place: read-only rows [items, item_bytes] of those that lie together.
+
+        The first item that is absent or, where this read is verified, wrong ends them. For items that lie in one slot.
+        They must not be used after `release`.
+        """
+        if self.cache.groups[group].slots_per_item > 1:
+            raise bad("group", "items of one slot; use read", group)
+        out, done = [], 0
+        for span in self._spans(group, first, pages, sys.maxsize):
+            if span.at != done:
+                break
+            span.rows.flags.writeable = False
+            rights = self._rights(group, first + done, span.rows, span.sums, self._checks.due(len(span.rows)))
+            out.append(span.rows[:rights])
+            done += rights
+            if rights < len(span.rows):
+                break
+        return [] if self.lost else out
+
+    def _rights(self, group: int, page: int, items: Bytes, sums: npt.NDArray[np.uint64], looked_at: range) -> int:
+        """How many leading rows are right, as far as some of them are looked at."""
+        for at in looked_at:
+            got, want = checksum([items[at]]), int(sums[at])
+            if got != want and not self._verified(got, want, group, page + at):
                 return at
-        return len(out)
+        return len(items)
 
     def shard(self, group: int, page: int, part: Slice, out: Data) -> bool:
         """Copy out one rank's cells, layer-major; the whole item is verified as in `view`."""
@@ -321,21 +214,22 @@ class HeldReservation(Slots):
         return not self.lost
 
     def write_pages(self, group: int, first: int, data: Bytes) -> bool:
-        """Copy in the items of pages from `first` on, the rows of `data` [pages, item_bytes]; stored ones are skipped.
+        """Copy in the items of pages from `first` on, each a row of `data`; those that are stored are skipped.
 
-        False: the reservation is lost, or some of the pages are not of it or are committed. For many small pages this
-        costs a fraction of as many `write`s.
+        Rows hold what `write` takes: whole items, or this process's slices. For many small pages this costs a fraction
+        of as many `write`s. False: the reservation is lost, or some of the pages are not of it or are committed.
         """
-        self._matrix(group, data, "data")
+        part, spec = self.cache.slice_of(group), self.cache.spec.groups[group]
+        self._expect_rows(data, "data", spec.item_bytes if part is None else part.cells * spec.cell_bytes)
         at = first - self.start
         if self.lost or at < 0 or at + len(data) > self.pages or any(self._committed[at : at + len(data)]):
             return False
-        if self.cache.groups[group].slots_per_item > 1 or self.cache.slice_of(group) is not None:
+        if self.cache.groups[group].slots_per_item > 1 or part is not None:
             for row, item in enumerate(data):
                 self.write(group, first + row, item)
         else:
-            for row, block in self._spans(group, first, len(data)):
-                np.copyto(block, data[row : row + len(block)])
+            for span in self._spans(group, first, len(data)):
+                np.copyto(span.rows, data[span.at : span.at + len(span.rows)])
         return not self.lost
 
     def _committing(self, first: int | None, pages: int | None) -> Steps[int]:

@@ -17,6 +17,8 @@ from kvtier.frames import Frames
 from kvtier.handshake import FirstFrame
 
 CHUNK: Final = 64 << 10
+RECEIVE_S: Final = 0.05
+"""A receive that may take longer waits in the call itself, so long at a time, and needs no poll before it."""
 SEND_S: Final = 0.002
 """A send waits so long for the daemon to take more before it looks whether the daemon waits for this side."""
 
@@ -85,6 +87,7 @@ class Pipe:
         # when most of the socket's buffer is empty again.
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, int(SEND_S * 1e6)))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, int(RECEIVE_S * 1e6)))
         self._buffer = memoryview(bytearray(CHUNK))  # a fresh one each time would cost more than the call
         self._incoming = select.poll()
         self._incoming.register(sock, select.POLLIN)
@@ -115,18 +118,37 @@ class Pipe:
         """What has come, for one thread at a time; None when time is up before anything did. Raises Away."""
         self._enter()
         try:
+<<<<<<< HEAD
             if not self._incoming.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return None
             size = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return b""
+=======
+            size = self._received(deadline)
+>>>>>>> refs/heads/bench
         except OSError as exc:
             raise Away(f"the connection is lost: {exc}") from exc
         finally:
             self._leave()
+        if size is None:
+            return None
         if not size:
             raise Away("the daemon closed the connection")
         return bytes(self._buffer[:size])
+
+    def _received(self, deadline: float) -> int | None:
+        """Bytes that came into the buffer; None when time is up. Polls only where little time is left."""
+        while True:
+            left, flags = deadline - time.monotonic(), 0
+            if left <= RECEIVE_S:
+                if not self._incoming.poll(max(0.0, left) * 1000):
+                    return None
+                flags = socket.MSG_DONTWAIT
+            try:
+                return self._sock.recv_into(self._buffer, 0, flags)
+            except BlockingIOError:
+                continue
 
     def drop(self) -> None:
         """No more calls; those under way return soon."""

@@ -12,9 +12,10 @@ from typing import Self, TypeVar
 
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
-from kvtier.client.held import Checks, HeldLease, HeldReservation, Share, Verify, shared
+from kvtier.client.held import HeldLease, HeldReservation, Share, shared
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path

@@ -85,9 +85,9 @@ class SyncLink:
 
     def _do(self, step: Step, deadline: float) -> Any:
         """One step."""
+        if type(step) is Call:
+            return self.wait(self.start(step.joined, step.message, step.reply, deadline), deadline)
         match step:
-            case Call(joined, message, reply):
-                return self.wait(self.start(joined, message, reply, deadline), deadline)
             case Join():
                 return self.join(deadline)
             case Start(joined, message, reply):
@@ -207,7 +207,8 @@ class SyncLink:
 
     def _send(self, pipe: Pipe, raw: bytes, deadline: float) -> None:
         """Send a frame after those of other threads."""
-        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        free = self._sending.acquire(blocking=False)
+        if not free and not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Away("another thread is sending")
         try:
             pipe.send(raw, deadline, self._read_aside)

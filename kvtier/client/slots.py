@@ -1,0 +1,157 @@
+"""Items in the daemon's memory that a process may look at: where they lie, and which reads are verified."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier import wire
+from kvtier.client.arenas import runs
+from kvtier.client.caches import OpenCache
+from kvtier.client.layout import SPAN_BYTES, Bytes, Item
+from kvtier.client.link import Away, Joined, Post, Steps
+from kvtier.types import KvtierError, bad
+
+Verify = Literal["never", "sample", "always"]
+SAMPLE: Final = 16
+"""`sample` checks every item of this many that is looked at in place, the first included."""
+
+_log = logging.getLogger("kvtier.client")
+
+
+class Checks:
+    """Which reads in place are verified, and how many were wrong."""
+
+    def __init__(self, verify: Verify) -> None:
+        if verify not in ("never", "sample", "always"):
+            raise bad("verify", "never, sample or always", verify)
+        self._every = {"never": 0, "sample": SAMPLE, "always": 1}[verify]
+        self._seen = 0
+        self.mismatches = 0
+
+    def due(self, reads: int = 1) -> range:
+        """Which of the next so many reads are to be verified."""
+        first, self._seen = -self._seen, self._seen + reads
+        return range(first % self._every, reads, self._every) if self._every else range(0)
+
+    def right(self, got: int, want: int, where: str) -> bool:
+        """Whether a checksum is as expected; a mismatch is counted and logged."""
+        if got == want:
+            return True
+        self.mismatches += 1
+        _log.warning("checksum mismatch in %s: read as a miss", where)
+        return False
+
+
+class Table(NamedTuple):
+    """Where items of one group lie: a wire.Items decoded."""
+
+    first: int
+    offsets: npt.NDArray[np.int64]
+    """[count, slots_per_item]; -1 where there is no item."""
+    sums: npt.NDArray[np.uint64]
+
+
+def tables(items: Sequence[wire.Items], groups: Sequence[wire.GroupInfo]) -> dict[int, list[Table]]:
+    """Items by group."""
+    out: dict[int, list[Table]] = {}
+    for part in items:
+        offsets = np.frombuffer(part.offsets, "<i8").reshape(part.count, groups[part.group].slots_per_item)
+        out.setdefault(part.group, []).append(Table(part.first, offsets, np.frombuffer(part.sums, "<u8")))
+    return out
+
+
+class Span(NamedTuple):
+    """Items that lie one after another."""
+
+    at: int
+    """Position of the first after the page that was asked for."""
+    rows: Bytes
+    sums: npt.NDArray[np.uint64]
+    """Empty for items that are being written."""
+
+
+class Slots:
+    """Items in the arena that this process may look at; nothing of them may be touched once lost."""
+
+    def __init__(self, cache: OpenCache, joined: Joined | None, items: Sequence[wire.Items]) -> None:
+        self.cache = cache
+        self._joined = joined
+        self._items = tuple(items)
+        self._tables = tables(items, cache.groups) if items else {}
+        self._ended = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection that gave this is gone, with all its slots."""
+        return self._joined is not None and not self._joined.alive
+
+    def on(self, joined: Joined) -> None:
+        """Raise Away unless this was given on that connection."""
+        if self._joined is not joined or self._ended:
+            raise Away("what the transfer is about was lost with an earlier connection, or given back")
+
+    def _giving_back(self, message: wire.Message | None) -> Steps[None]:
+        """Say once that this is over, on another connection too: the daemon knows it by its instance.
+
+        Not to another daemon, to which its number would mean something else.
+        """
+        ended, self._ended = self._ended, True
+        joined = self._joined
+        if ended or joined is None or message is None:
+            return
+        if not joined.alive:
+            joined, _ = yield from self.cache.entering()
+            if self._joined is None or self._joined.daemon.gone or joined.daemon.pid != self._joined.daemon.pid:
+                return
+        yield Post(joined, message)
+
+    def _offsets(self, group: int, page: int) -> tuple[npt.NDArray[np.int64], int] | None:
+        """Slot offsets and checksum of one item; None where it is not here."""
+        for table in self._tables.get(group, ()):
+            at = page - table.first
+            if 0 <= at < len(table.offsets) and table.offsets[at, 0] >= 0:
+                return table.offsets[at], int(table.sums[at]) if at < len(table.sums) else 0
+        return None
+
+    def _item(self, group: int, page: int) -> tuple[Item, int] | None:
+        """The item and its checksum; None where it is not here, or lost, or given back."""
+        found = self._offsets(group, page)
+        joined = self._joined
+        if found is None or joined is None or self._ended:
+            return None
+        size = self.cache.groups[group].slot_bytes
+        try:
+            slots = [joined.arenas.view(int(offset), size) for offset in found[0]]
+        except KvtierError:
+            if self.lost:  # another thread noticed between the check and the view
+                return None
+            raise
+        return Item(self.cache.spec.groups[group], slots), found[1]
+
+    def _spans(self, group: int, first: int, count: int, span_bytes: int = SPAN_BYTES) -> Iterator[Span]:
+        """Items of one slot that lie one after another, of pages [first, first + count); absent ones are in none."""
+        joined, size = self._joined, self.cache.groups[group].slot_bytes
+        most = max(1, span_bytes // size)
+        for table in self._tables.get(group, ()):
+            lo, hi = max(first, table.first), min(first + count, table.first + len(table.offsets))
+            offsets = table.offsets[lo - table.first : max(lo, hi) - table.first, 0]
+            sums = table.sums[lo - table.first : max(lo, hi) - table.first]
+            for at, address, length in runs(offsets, size):
+                for done in range(0, length, most):
+                    if joined is None or self.lost or self._ended:
+                        return
+                    block = joined.arenas.block(address + done * size, min(most, length - done), size)
+                    begin = at + done
+                    rows = block[:, : self.cache.groups[group].item_bytes]
+                    yield Span(lo - first + begin, rows, sums[begin : begin + len(rows)])
+
+    @staticmethod
+    def _expect_rows(data: Bytes, field: str, width: int) -> None:
+        """Raise bad_request unless it is rows of so many bytes."""
+        if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != width:
+            raise bad(field, f"uint8 rows of {width} bytes", (data.dtype.name, data.shape))

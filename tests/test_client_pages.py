@@ -1,0 +1,263 @@
+"""Many pages a call: the same bytes as page by page, whatever lies between the slots."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import resource
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvtier.client import Client
+from kvtier.client.arenas import runs
+from kvtier.client.layout import SPAN_BYTES, checksum, copy_summed
+from kvtier.client.slots import SAMPLE, Checks
+from kvtier.demo.daemon import Daemon
+from kvtier.identity import CacheSpec, GroupSpec, Slice
+from kvtier.types import Code, Kind, KvtierError
+
+PAGE = 4
+SMALL = GroupSpec(Kind.FULL, 2, 4, 1000)
+STATE = GroupSpec(Kind.STATE, 3, 1, 2 << 20)
+PAGES = 2 * SPAN_BYTES // 8192 + 3
+"""More than two spans of SMALL's slots."""
+
+
+def spec_of(*groups: GroupSpec) -> CacheSpec:
+    """A cache of small pages."""
+    return CacheSpec(model="m", fingerprint=b"f" * 16, kv_dtype="bf16", page_tokens=PAGE, groups=groups)
+
+
+def keys(pages: int, first: int = 0) -> bytes:
+    """Keys of a path of distinct pages."""
+    return np.arange(first, first + pages * PAGE, dtype="<i4").tobytes()
+
+
+def content(pages: int, seed: int = 0, size: int = SMALL.item_bytes) -> np.ndarray:
+    """Random rows, one a page."""
+    return np.random.default_rng(seed).integers(0, 256, (pages, size), dtype=np.uint8)
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    """A client that verifies what it looks at in place."""
+    with Client(daemon.socket, instance="engine", verify="always", timeout_s=10.0) as one:
+        yield one
+
+
+@pytest.fixture
+def cache(client: Client):
+    """A cache of one group of pages of one slot."""
+    return client.open(spec_of(SMALL))
+
+
+def stored(cache, pages: int, first: int = 0, seed: int = 0) -> np.ndarray:
+    """The content of a path that is cached now."""
+    data = content(pages, seed)
+    with cache.match(keys(pages, first)).reserve(0, pages, wait_ms=5000) as held:
+        assert held.pages == pages, held.refused
+        assert held.write_pages(0, 0, data)
+        assert held.commit() == pages
+    return data
+
+
+def shown(lease, first: int, pages: int) -> np.ndarray:
+    """What `views` shows, put together."""
+    rows = lease.views(0, first, pages)
+    return np.concatenate(rows) if rows else np.empty((0, SMALL.item_bytes), np.uint8)
+
+
+def spoil(lease, page: int) -> None:
+    """Change a byte of a page in the daemon's memory."""
+    address = int(lease._tables[0][0].offsets[page, 0])
+    lease._joined.arenas.view(address, SMALL.item_bytes)[77] ^= 1
+
+
+def test_pages_written_together_are_read_together_and_one_by_one(cache):
+    """Bytes come back bit for bit by every way of reading, from any page on."""
+    data = stored(cache, PAGES)
+    with cache.match(keys(PAGES)).acquire() as lease:
+        out = np.zeros_like(data)
+        assert lease.read_pages(0, 0, out) == PAGES
+        assert np.array_equal(out, data)
+        assert np.array_equal(shown(lease, 0, PAGES), data)
+        row = np.empty(SMALL.item_bytes, np.uint8)
+        assert all(lease.read(0, page, row) and np.array_equal(row, data[page]) for page in (0, 1, PAGES - 1))
+        some = np.zeros((5, SMALL.item_bytes), np.uint8)
+        assert lease.read_pages(0, PAGES - 5, some) == 5
+        assert np.array_equal(some, data[-5:])
+        assert np.array_equal(shown(lease, PAGES - 5, 5), data[-5:])
+
+
+def test_pages_whose_slots_lie_apart_are_right_too(client, daemon):
+    """Slots of a path that was stored turn by turn among others' are in many runs."""
+    cache = client.open(spec_of(SMALL))
+    data = content(12, seed=9)
+    for page in range(12):
+        path = cache.match(keys(12))
+        with path.reserve(page, 1, wait_ms=5000) as held:
+            assert held.write_pages(0, page, data[page : page + 1])
+            assert held.commit() == 1
+        stored(cache, 1 + page % 3, first=1000 * (page + 1))
+    with cache.match(keys(12)).acquire() as lease:
+        offsets = lease._tables[0][0].offsets[:, 0]
+        assert len(runs(offsets, cache.groups[0].slot_bytes)) > 3
+        out = np.zeros_like(data)
+        assert lease.read_pages(0, 0, out) == 12
+        assert np.array_equal(out, data)
+        assert np.array_equal(shown(lease, 0, 12), data)
+
+
+def test_reading_ends_before_the_first_page_that_is_wrong(cache):
+    """Rows after a mismatch are not called right, and it is counted."""
+    data = stored(cache, 20)
+    with cache.match(keys(20)).acquire() as lease:
+        spoil(lease, 7)
+        out = np.zeros_like(data)
+        assert lease.read_pages(0, 0, out) == 7
+        assert np.array_equal(out[:7], data[:7])
+        assert len(shown(lease, 0, 20)) == 7
+        assert lease.read_pages(0, 8, out[:12]) == 12
+        assert cache.client.checks.mismatches == 2
+
+
+def test_reading_ends_where_the_lease_does(cache):
+    """Pages that are not leased are no hit; views cannot be written; nothing is there after release."""
+    data = stored(cache, 6)
+    lease = cache.match(keys(6)).acquire()
+    out = np.zeros((9, SMALL.item_bytes), np.uint8)
+    assert lease.read_pages(0, 0, out) == 6
+    assert lease.read_pages(0, 6, out) == 0
+    assert lease.read_pages(0, 4, out) == 2
+    assert np.array_equal(out[:2], data[4:])
+    with pytest.raises(ValueError, match="read-only"):
+        lease.views(0, 0, 6)[0][0, 0] = 1
+    lease.release()
+    assert lease.read_pages(0, 0, out) == 0
+    assert lease.views(0, 0, 6) == []
+
+
+def test_a_lost_connection_gives_nothing_and_takes_nothing(daemon, cache):
+    """After the daemon died no byte of its slots is touched."""
+    stored(cache, 4)
+    lease = cache.match(keys(4)).acquire()
+    held = cache.match(keys(4, first=500)).reserve(0, 4)
+    assert held.pages == 4
+    daemon.kill()
+    assert not cache.client.ping()
+    assert lease.read_pages(0, 0, np.zeros((4, SMALL.item_bytes), np.uint8)) == 0
+    assert lease.views(0, 0, 4) == []
+    assert not held.write_pages(0, 0, content(4))
+
+
+def test_committed_pages_and_pages_of_others_are_not_written(cache):
+    """A committed page's bytes never change; pages outside the reservation are refused; stored ones are skipped."""
+    data = stored(cache, 4)
+    with cache.match(keys(6)).reserve(0, 6) as held:
+        assert held.write_pages(0, 0, content(6, seed=5))  # the first four are stored: skipped
+        assert held.commit(4, 2) == 6
+        assert not held.write_pages(0, 4, content(2))
+        assert not held.write_pages(0, 5, content(2))
+        assert not held.write_pages(0, -1, content(1))
+    with cache.match(keys(6)).acquire() as lease:
+        assert np.array_equal(shown(lease, 0, 6), np.concatenate((data, content(6, seed=5)[4:])))
+
+
+def test_items_of_several_slots_come_back_whole(daemon):
+    """State points are written and read as rows too; there is no view of what lies in several places."""
+    with Client(daemon.socket, instance="whole", timeout_s=10.0) as client:
+        cache = client.open(spec_of(SMALL, STATE))
+        state = content(1, seed=3, size=STATE.item_bytes)
+        with cache.match(keys(2)).reserve(0, 2, wants=[(1, [1])], wait_ms=5000) as held:
+            assert held.write_pages(0, 0, content(2))
+            assert held.write_pages(1, 1, state)
+            assert held.commit() == 2
+        with cache.match(keys(2)).acquire() as lease:
+            out = np.zeros_like(state)
+            assert lease.read_pages(1, 1, out) == 1
+            assert np.array_equal(out, state)
+            with pytest.raises(KvtierError) as caught:
+                lease.views(1, 1, 1)
+            assert caught.value.code is Code.BAD_REQUEST
+
+
+def test_ranks_write_rows_of_their_slices(daemon):
+    """Each rank's rows go to its heads of every page."""
+    slices = [Slice(0, 2, 0, 1), Slice(0, 2, 1, 4)]
+    whole = content(3).reshape(3, 2, 4, 1000)
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Client(daemon.socket, instance="tp2", timeout_s=10.0)) for _ in slices]
+        ranks = [c.open(spec_of(SMALL), rank=n, world=2, slices=[slices[n]]) for n, c in enumerate(clients)]
+        first = ranks[0].match(keys(3)).reserve(0, 3, wait_ms=5000)
+        for half, part in zip((first, ranks[1].adopt(first.share())), slices, strict=True):
+            rows = np.ascontiguousarray(whole[:, :, part.h0 : part.h1]).reshape(3, -1)
+            assert half.write_pages(0, 0, rows)
+            half.commit()
+        with ranks[0].match(keys(3)).acquire() as lease:
+            assert np.array_equal(shown(lease, 0, 3), whole.reshape(3, -1))
+
+
+def test_rows_that_are_no_items_are_refused(cache):
+    """A wrong width, one row alone, another type: the program's fault, and nothing is written."""
+    with cache.match(keys(1)).reserve(0, 1) as held:
+        for rows in (content(1, size=10), content(1)[0], content(1).astype(np.int8)):
+            with pytest.raises(KvtierError) as caught:
+                held.write_pages(0, 0, rows)
+            assert caught.value.code is Code.BAD_REQUEST
+
+
+def test_reserved_slots_are_mapped_before_they_are_written(client):
+    """Writing a fresh reservation takes no fault a page of memory, of which it has thousands."""
+    cache = client.open(spec_of(GroupSpec(Kind.FULL, 1, 1, 1 << 20)))
+    data = content(16, size=1 << 20)
+    with cache.match(keys(16)).reserve(0, 16, wait_ms=5000) as held:
+        assert held.pages == 16
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        assert held.write_pages(0, 0, data)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 16 * 256 // 4
+
+
+@pytest.mark.parametrize(("verify", "every"), [("never", 0), ("sample", SAMPLE), ("always", 1)])
+def test_reads_are_sampled_alike_one_by_one_and_together(verify, every):
+    """Which reads are verified does not depend on how many are asked for at once."""
+    singly, together = Checks(verify), Checks(verify)
+    alone = [at for at in range(100) if singly.due()]
+    starts = itertools.accumulate([7, 1, 0, 33, 16, 43], initial=0)
+    joint = [
+        start + at for start, count in zip(starts, [7, 1, 0, 33, 16, 43], strict=False) for at in together.due(count)
+    ]
+    assert alone == joint == (list(range(0, 100, every)) if every else [])
+
+
+@pytest.mark.parametrize("size", [0, 1, SPAN_BYTES - 1, SPAN_BYTES, SPAN_BYTES + 1, 2 * SPAN_BYTES, 3 * SPAN_BYTES + 7])
+def test_a_copy_summed_in_pieces_has_the_sum_of_the_whole(size):
+    """The pieces leave no trace in bytes or sum."""
+    source, target = content(1, size=size)[0], np.zeros(size, np.uint8)
+    assert copy_summed(target, source) == checksum([source])
+    assert np.array_equal(source, target)
+
+
+def test_large_pages_are_verified_too(client):
+    """A page of more than one piece comes back whole, or not at all."""
+    size = 2 * SPAN_BYTES + 4096
+    cache = client.open(spec_of(GroupSpec(Kind.FULL, 1, 1, size)))
+    data, out = content(3, size=size), np.zeros((3, size), np.uint8)
+    with cache.match(keys(3)).reserve(0, 3, wait_ms=5000) as held:
+        assert held.write_pages(0, 0, data)
+        assert held.commit() == 3
+    with cache.match(keys(3)).acquire() as lease:
+        assert lease.read_pages(0, 0, out) == 3
+        assert np.array_equal(out, data)
+        spoil(lease, 1)
+        assert lease.read_pages(0, 0, out) == 1
+
+
+def test_runs_are_of_slots_that_follow_each_other():
+    """A gap, a step back or an absent slot ends a run."""
+    assert runs(np.array([], np.int64), 8) == []
+    assert runs(np.array([-1, -1]), 8) == []
+    assert runs(np.array([8, 16, 24]), 8) == [(0, 8, 3)]
+    assert runs(np.array([8, 16, -1, 32, 24, 40, 48]), 8) == [(0, 8, 2), (3, 32, 1), (4, 24, 1), (5, 40, 2)]
+    assert runs(np.array([-8, 0]), 8) == [(1, 0, 1)]
