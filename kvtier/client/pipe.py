@@ -118,15 +118,7 @@ class Pipe:
         """What has come, for one thread at a time; None when time is up before anything did. Raises Away."""
         self._enter()
         try:
-<<<<<<< HEAD
-            if not self._incoming.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return None
-            size = self._sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return b""
-=======
             size = self._received(deadline)
->>>>>>> refs/heads/bench
         except OSError as exc:
             raise Away(f"the connection is lost: {exc}") from exc
         finally:
