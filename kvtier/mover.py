@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import enum
 import functools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,7 +81,9 @@ class Urgency(enum.IntEnum):
 class Mover:
     """`threads` workers, one of them kept for LOAD; at most `waiting` batches of each urgency queue up."""
 
-    def __init__(self, threads: int = 4, waiting: int = 4096) -> None:
+    def __init__(self, threads: int = 0, waiting: int = 4096) -> None:
+        """`threads` 0: as many as there are cores, 2 to 4."""
+        threads = threads or min(4, max(2, os.cpu_count() or 1))
         self._limits = (threads, threads - 1, 1)
         """How many of each urgency, or of a lesser one, may run at once."""
         self._most = waiting

@@ -14,7 +14,7 @@ import pytest
 from engines import FULL, STATE, Engine, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
-from kvtier.mover import Urgency
+from kvtier.mover import Mover, Urgency
 from kvtier.store import Store
 from kvtier.types import Code, Kind, KvtierError
 from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
@@ -58,17 +58,18 @@ async def codes(calls: Iterable[Awaitable[object]]) -> list[str]:
 
 async def test_cancelled_work_of_many_parts_ends_only_when_the_last_has_drained() -> None:
     """One part that drained is not the word that the others have: their threads still write."""
-    async with storing(None) as store:
-        gates = [threading.Event() for _ in range(3)]
-        work = asyncio.ensure_future(store.parts.mover.share(threading.Event.wait, gates))
-        await asyncio.sleep(0.01)
-        work.cancel()
-        for gate in gates:
-            assert not work.done()
-            gate.set()
-            await asyncio.sleep(0.02)
-        with pytest.raises(asyncio.CancelledError):
-            await work
+    mover = Mover(threads=4)
+    gates = [threading.Event() for _ in range(3)]
+    work = asyncio.ensure_future(mover.share(threading.Event.wait, gates))
+    await until(lambda: mover.running == 3)
+    work.cancel()
+    for gate in gates:
+        assert not work.done()
+        gate.set()
+        await asyncio.sleep(0.02)
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    mover.close()
 
 
 async def test_a_cancelled_commit_is_served_all_the_same() -> None:

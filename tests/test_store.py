@@ -682,3 +682,24 @@ async def test_engines_are_served_while_the_catalogue_loads(tmp_path: Path, monk
     assert idle(store) == []
     assert store.parts.counts["orphan_pages"] == 0
     await store.drain(10)
+
+
+async def test_a_new_shape_beside_a_full_one_grows_to_its_fair_share(tmp_path: Path) -> None:
+    """It takes slabs from the richer pool before it evicts what it has just stored."""
+    async with storing(tmp_path, host=4 * MIB) as store:
+        full, late = Engine(store, "full", pid=1), Engine(store, "late", pid=2)
+        await full.open(spec())
+        await late.open(spec((GroupSpec(Kind.FULL, 1, 1, 30_000),), model="big"))
+        for n in range(1, 40):
+            await full.put(tokens(*range(100 * n, 100 * n + 32)), wait_ms=5000)
+        await quiet(store)
+        for n in range(1, 5):
+            assert await late.put(tokens(*range(100 * n, 100 * n + 10)), wait_ms=5000) == 10
+        await quiet(store)
+        sizes = {pool.shape.slot_bytes[0]: pool.total_bytes for pool in store.parts.host.pools}
+        assert sizes[32_768] >= 40 * 32_768
+        assert [s.tier for s in (await late.match(tokens(*range(100, 110)))).segments] == [Tier.HOST]
+        full.leave()
+        late.leave()
+        await quiet(store)
+        assert idle(store) == []

@@ -18,6 +18,7 @@ from kvtier.tiers.slab import Slab, SlotState
 from kvtier.types import NO_COPY, Tier
 
 STEAL_TRIES = 4
+BARREN_S = 1.0
 
 
 class Space:
@@ -31,6 +32,8 @@ class Space:
         self.caches: dict[Index, Cache] = {}
         """Caches by their index: orders speak of indexes."""
         self.orders: dict[HostPool, Order] = {}
+        self._barren: dict[HostPool, float] = {}
+        """Loop time until which a pool does not ask the richer ones again."""
 
     def order_of(self, pool: HostPool) -> Order:
         """The leaves whose eviction frees slots of this pool."""
@@ -58,7 +61,8 @@ class Space:
             missing = [n - len(have) for n, have in zip(needs, got, strict=True)]
             if not any(missing):
                 return
-            progress = self.evict(pool, missing)
+            progress = loop.time() < deadline and await self._fair(pool)
+            progress = progress or self.evict(pool, missing)
             if not progress and loop.time() < deadline:
                 progress = await self._wait_or_steal(pool, missing, deadline)
             for group, n in enumerate(missing):
@@ -125,14 +129,22 @@ class Space:
         return first
 
     async def _wait_or_steal(self, pool: HostPool, missing: list[int], deadline: float) -> bool:
-        """Get room from elsewhere: a poorer pool takes a slab, else what is being written comes free."""
-        if self._poor(pool) and await self._steal(pool):
-            return True
+        """Get room from elsewhere: what is being written comes free, or another pool gives a slab."""
         if await self.persist.progress(deadline):
             return True
-        return (not self._poor(pool) and await self._steal(pool)) or await self._regroup(pool, missing)
+        return await self._steal(pool) or await self._regroup(pool, missing)
 
     # -- slabs of other pools -----------------------------------------------------------------------------------
+
+    async def _fair(self, pool: HostPool) -> bool:
+        """Let a pool below its fair share grow before it evicts its own pages; no second try soon after a failure."""
+        now = asyncio.get_running_loop().time()
+        if not self._poor(pool) or now < self._barren.get(pool, 0.0):
+            return False
+        if await self._steal(pool):
+            return True
+        self._barren[pool] = now + BARREN_S
+        return False
 
     def _poor(self, pool: HostPool) -> bool:
         """Whether a pool has less than its fair share of the budget."""
