@@ -35,6 +35,8 @@ KEEP_BYTES: Final = 64 << 20
 must be faulted in again (200,000 tokens: 0.3 instead of 1.5 ms)."""
 SWITCH_S: Final = 1e-4
 """At the default of 5 ms a worker thread gets the interpreter back some 180 times a second beside a busy loop."""
+SCRUB_BYTES_S: Final = 16 << 20
+"""A terabyte of disk is re-read in 18 hours, at a hundredth of what the device can do."""
 GRACE_S: Final = 5.0
 """Seconds after the drain at which the process ends whatever its threads do."""
 
@@ -51,7 +53,7 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
         config.disk_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         disk = DiskTier(config.disk_path, config.disk.bytes, post=loop.call_soon_threadsafe)
     host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault)
-    return Store(host, disk, cap=config.caps.instance, version=__version__)
+    return Store(host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S)
 
 
 async def serve(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import NamedTuple
 
 from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
@@ -15,30 +16,61 @@ Places = dict[bytes, Node]
 """Chain key of a page -> a node that ends at or below it; the root's chain key -> the root."""
 
 
-def graft(cache: Cache, run: Run, places: Places) -> list[int]:
-    """Index one run; returns the pages of it (0..63) that have no place: their parent is gone, or disk has them.
+class Late(NamedTuple):
+    """The rest of a run with a hole: it hangs below a page that another run brings."""
 
-    `places` grows with each run; runs come parents first. Engines may store meanwhile: what they stored of the same
-    pages stays, and gets the disk copies.
+    cache: Cache
+    run: Run
+    keys: bytes
+    chains: bytes
+    first: int
+
+
+def graft(cache: Cache, run: Run, places: Places) -> tuple[list[int], Late | None]:
+    """Index one run; returns the pages of it (0..63) that have no place, and what must wait for other runs.
+
+    A page has no place when its parent is gone or disk has it already. `places` grows with each run; runs come parents
+    first. Engines may store meanwhile: what they stored of the same pages stays, and gets the disk copies.
     """
-    every = [at for at in range(run.pages) if run.live >> at & 1]
-    pages = _leading(run.live)
-    if not pages or cache.retired:
-        return every
+    if cache.retired or not run.live:
+        return _live(run, 0), None
     if cache.spec.keyed:
-        return [] if _graft_key(cache, run) else every
-    parent = places.get(run.parent)
-    if parent is None or parent.dead or parent.end < run.depth:
-        return every
+        return ([] if _graft_key(cache, run) else _live(run, 0)), None
+    return _graft_part(places, Late(cache, run, run.keys, run.chains, 0))
+
+
+def graft_late(late: Late, places: Places) -> tuple[list[int], Late | None]:
+    """Index what had to wait, up to the next hole."""
+    if late.cache.retired:
+        return _live(late.run, late.first), None
+    return _graft_part(places, late)
+
+
+def _graft_part(places: Places, part: Late) -> tuple[list[int], Late | None]:
+    """Index the pages of a run from `first` up to the next hole."""
+    cache, run, first = part.cache, part.run, part.first
+    end = first
+    while run.live >> end & 1:
+        end += 1
+    depth = run.depth + first
+    parent = places.get(run.parent if not first else part.chains[(first - 1) * CHAIN_BYTES : first * CHAIN_BYTES])
+    if parent is None or parent.dead or parent.end < depth:
+        return _live(run, first), None
     index = cache.radix
-    if run.depth:
-        parent = index.ending_at(parent, run.depth)
-    node = index.extend(run.keys[: pages * index.stride], 0.0, parent)
-    for at in range(pages):
-        places[run.chains[at * CHAIN_BYTES : (at + 1) * CHAIN_BYTES]] = node
-    refused = _put(cache, node, run, pages)
+    if depth:
+        parent = index.ending_at(parent, depth)
+    node = index.extend(part.keys[first * index.stride : end * index.stride], 0.0, parent)
+    for at in range(first, end):
+        places[part.chains[at * CHAIN_BYTES : (at + 1) * CHAIN_BYTES]] = node
+    refused = sorted(_put(cache, node, run, first, end))
     index.publish(node, node.end)
-    return [at for at in every if at in refused or at >= pages]
+    after = _live(run, end)
+    return refused, part._replace(first=after[0]) if after else None
+
+
+def _live(run: Run, first: int) -> list[int]:
+    """Pages from `first` on that the run still stores."""
+    return [at for at in range(first, run.pages) if run.live >> at & 1]
 
 
 def _graft_key(cache: Cache, run: Run) -> bool:
@@ -47,39 +79,30 @@ def _graft_key(cache: Cache, run: Run) -> bool:
     if group is None:
         return False
     node = index.ensure(index.name(group, run.keys), 0.0)
-    if _put(cache, node, run, 1):
+    if _put(cache, node, run, 0, 1):
         return False
     node.live = 1
     return True
 
 
-def _leading(live: int) -> int:
-    """Pages of a run up to its first hole: runs are trimmed from the tail."""
-    return (~live & (live + 1)).bit_length() - 1
-
-
-def _put(cache: Cache, node: Node, run: Run, pages: int) -> set[int]:
-    """Record the run's copies along the path to `node`; returns the pages that disk has already."""
+def _put(cache: Cache, node: Node, run: Run, first: int, end: int) -> set[int]:
+    """Record the copies of pages [first, end) of the run on the path to `node`; returns those that disk has already."""
     refused: set[int] = set()
+    groups = range(cache.index.groups)
     for each in cache.index.path(node):
-        lo, hi = max(each.depth, run.depth), min(each.end, run.depth + pages)
+        lo, hi = max(each.depth - run.depth, first), min(each.end - run.depth, end)
         if lo >= hi:
             continue
-        held = [each.at[Tier.DISK * cache.index.groups + g] for g in range(cache.index.groups)]
-        taken = {
-            at for column in held if column for at in range(lo, hi) if column[at - each.depth] != NO_COPY
-        }  # fmt: skip
-        refused |= {at - run.depth for at in taken}
-        for group in range(cache.index.groups):
-            cells, sums = run.cells[group][lo - run.depth : hi - run.depth], run.sums[group]
+        shift = run.depth - each.depth
+        columns = [column for g in groups if (column := each.at[Tier.DISK * cache.index.groups + g])]
+        taken = {at for at in range(lo, hi) if any(column[at + shift] != NO_COPY for column in columns)}
+        refused |= taken
+        for group in groups:
+            cells = run.cells[group]
             handles = array(
                 "q",
-                [
-                    NO_COPY if cell == NO_COPY or at in taken else run.id << PAGE_BITS | at - run.depth
-                    for at, cell in enumerate(cells, lo)
-                ],
+                [NO_COPY if cells[at] == NO_COPY or at in taken else run.id << PAGE_BITS | at for at in range(lo, hi)],
             )
             if handles.count(NO_COPY) < len(handles):
-                part = sums[lo - run.depth : hi - run.depth]
-                cache.index.put(each, lo - each.depth, Tier.DISK, group, handles, part)
+                cache.index.put(each, lo + shift, Tier.DISK, group, handles, run.sums[group][lo:hi])
     return refused

@@ -123,21 +123,32 @@ class Loads:
             self.counts["pages_loaded_disk"] += 1
             self.counts["bytes_disk_to_host"] += cache.item_bytes[m.group]
         for m, reason in lost:
-            self._lose(cache, m, reason)
+            self.lose(cache, m, reason)
 
-    def _lose(self, cache: Cache, m: Missing, reason: str) -> None:
-        """A copy on disk is not what was stored: a miss, counted and logged; what depends on it is cut."""
-        self.counts[f"load_{reason}"] += 1
-        log.warning("cache %s page %d group %d: disk copy lost (%s)", cache.id.hex()[:12], m.page, m.group, reason)
+    def lose(self, cache: Cache, m: Missing, reason: str, tier: int = Tier.DISK) -> None:
+        """A copy is not what was stored: a miss, counted and logged. Where no other tier has it, its subtree is cut.
+
+        The caller holds a lease of its own; a host copy that others hold too is left for later.
+        """
+        index = cache.index
+        self.counts[f"{Tier(tier).name.lower()}_{reason}"] += 1
+        log.warning("cache %s page %d group %d: copy lost (%s)", cache.id.hex()[:12], m.page, m.group, reason)
         if reason in {"io", "closing"} or m.node.dead:
             return  # the device may come back; the bytes were not wrong
-        where, at = cache.index.locate(m.node, m.page)
-        if m.group not in cache.index.anchors and isinstance(cache.index, RadixIndex):
-            dropped = cache.index.forget(where, at, Tier.DISK, m.group)
-            cache.release([dropped], self.disk)
+        where, at = index.locate(m.node, m.page)
+        if tier == Tier.HOST and where.refs > 1:
             return
-        if isinstance(cache.index, RadixIndex):
-            where = cache.index.cut_at(where, m.page)
-        cut = cache.index.cut(where)
+        other = Tier.DISK if tier == Tier.HOST else Tier.HOST
+        needed = index.anchors if isinstance(index, RadixIndex) else [m.group]
+        if all(index.get(where, at, other, g) != NO_COPY for g in needed):
+            cache.release(index.drop(where, at, at + 1, tier), self.disk)
+            self.space.persist.offer(cache, m.node, m.page, m.page + 1)
+            return
+        if isinstance(index, RadixIndex):
+            if m.group not in index.anchors and tier == Tier.DISK:
+                cache.release([index.forget(where, at, tier, m.group)], self.disk)
+                return
+            where = index.cut_at(where, m.page)
+        cut = index.cut(where)
         cache.release(cut.freed, self.disk)
         self.counts["pages_cut"] += cut.pages

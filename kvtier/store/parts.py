@@ -12,7 +12,7 @@ from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Node, Order
 from kvtier.mover import Mover
 from kvtier.store.cache import Cache
-from kvtier.store.graft import Places, graft
+from kvtier.store.graft import Late, Places, graft, graft_late
 from kvtier.store.instance import Instance, Process
 from kvtier.store.loads import Loads
 from kvtier.store.persist import Persist
@@ -22,6 +22,7 @@ from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.ledger import PAGE_BITS
+from kvtier.tiers.records import Run
 from kvtier.types import Code, KvtierError, Tier, bad
 
 SLICE_S = 1e-3
@@ -162,18 +163,33 @@ class Parts:
             places[number] = {cache.id[:CHAIN_BYTES]: cache.index.root}
         by_disk = {c.disk: c for c in self.caches.values() if c.disk is not None}
         until = time.perf_counter() + SLICE_S
+        late: list[Late] = []
         for run in self.disk.load():
             owner = by_disk.get(run.cache)
-            refused = graft(owner, run, places[run.cache]) if owner is not None else list(range(run.pages))
-            if refused:
-                self.disk.free([run.id << PAGE_BITS | at for at in refused])
-                self.counts["orphan_pages"] += len(refused)
+            refused, rest = graft(owner, run, places[run.cache]) if owner else (list(range(run.pages)), None)
+            self._refuse(run, refused)
+            if rest is not None:
+                late.append(rest)
             if time.perf_counter() > until:
                 await asyncio.sleep(0)
                 until = time.perf_counter() + SLICE_S
+        while late:
+            late.sort(key=lambda part: part.run.depth + part.first, reverse=True)
+            part = late.pop()
+            refused, rest = graft_late(part, places[part.run.cache])
+            self._refuse(part.run, refused)
+            if rest is not None:
+                late.append(rest)
         self.loading = False
         self.persist.pump()
         self.prune()
+
+    def _refuse(self, run: Run, pages: list[int]) -> None:
+        """Free pages of a run that the index has no place for."""
+        if pages:
+            assert self.disk is not None
+            self.disk.free([run.id << PAGE_BITS | at for at in pages])
+            self.counts["orphan_pages"] += len(pages)
 
     def check(self) -> list[str]:
         """Broken invariants of the whole store, in words."""

@@ -16,6 +16,7 @@ from kvtier.store.parts import Parts
 from kvtier.store.persist import flush_error
 from kvtier.store.regions import Regions
 from kvtier.store.report import Report
+from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -29,10 +30,12 @@ class Store:
     """Caches of one host over its tiers.
 
     `cap` is the share of the host arena that one instance may hold in leases and reservations, so that a stopped
-    engine starves nobody.
+    engine starves nobody. `scrub_bytes_s` is how fast copies are re-read in the background; 0: not at all.
     """
 
-    def __init__(self, host: HostTier, disk: DiskTier | None, *, cap: float = 0.5, version: str = "") -> None:
+    def __init__(
+        self, host: HostTier, disk: DiskTier | None, *, cap: float = 0.5, version: str = "", scrub_bytes_s: float = 0.0
+    ) -> None:
         self.parts = Parts(host, disk)
         self.cap_bytes = int(host.budget_bytes * cap)
         self.version = version
@@ -41,6 +44,9 @@ class Store:
         self.commits = Commits(self.parts)
         self.regions = Regions(self.parts, self.keys, self.commits)
         self.report = Report(self.parts, version)
+        self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
+        self._scrub_bytes_s = scrub_bytes_s
+        self._scrubbing: asyncio.Task[None] | None = None
         self.closing = False
         self.verbs: Mapping[type[wire.Message], Verb] = {
             wire.Open: self.open,
@@ -72,7 +78,10 @@ class Store:
 
     def start(self) -> asyncio.Task[None]:
         """Begin to rebuild the indexes from disk; engines may be served meanwhile. The task ends when all is loaded."""
-        self.loading = asyncio.get_running_loop().create_task(self.parts.restore())
+        loop = asyncio.get_running_loop()
+        self.loading = loop.create_task(self.parts.restore())
+        if self._scrub_bytes_s:
+            self._scrubbing = loop.create_task(self.scrub.run(self._scrub_bytes_s))
         return self.loading
 
     # -- sessions --------------------------------------------------------------------------------------------------
@@ -151,6 +160,9 @@ class Store:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
         self.loading.cancel()
+        if self._scrubbing is not None:
+            self._scrubbing.cancel()
+            await asyncio.wait([self._scrubbing])
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
             await self.parts.persist.flush(list(self.parts.caches.values()), deadline)

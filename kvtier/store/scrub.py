@@ -1,0 +1,104 @@
+"""Re-reads what is cached, slowly, so that bytes that rot are found before an engine asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtier.index import Node
+from kvtier.mover import Mover, Urgency, digests
+from kvtier.store.cache import Cache
+from kvtier.store.loads import Loads, Missing
+from kvtier.store.space import Space
+from kvtier.types import NO_COPY, KvtierError, Tier
+
+REST_S = 5.0
+"""Between two rounds, and while there is nothing to read."""
+
+
+class Place(NamedTuple):
+    """One copy of one item."""
+
+    cache: Cache
+    node: Node
+    page: int
+    group: int
+    tier: int
+
+
+class Scrub:
+    """Walks every copy in host and on disk at `rate` bytes a second, when nothing more urgent moves."""
+
+    def __init__(
+        self, caches: dict[int, Cache], loads: Loads, space: Space, mover: Mover, counts: Counter[str]
+    ) -> None:
+        self.caches = caches
+        self.loads = loads
+        self.space = space
+        self.mover = mover
+        self.counts = counts
+
+    async def run(self, rate: float) -> None:
+        """Scrub for ever."""
+        while True:
+            for place in self._places():
+                if place.node.dead:
+                    continue
+                try:
+                    read = await self.check(place)
+                except KvtierError:  # busy: what engines wait for comes first
+                    read = 0
+                await asyncio.sleep(read / rate if read else 0)
+            self.counts["scrub_rounds"] += 1
+            await asyncio.sleep(REST_S)
+
+    def _places(self) -> Iterator[Place]:
+        """Every copy there is when its turn comes; nodes that come and go meanwhile are met in the next round."""
+        for cache in list(self.caches.values()):
+            for node in list(cache.index.walk()):
+                for tier in (Tier.HOST, Tier.DISK):
+                    for group in range(cache.index.groups):
+                        held = node.handles(tier, group)
+                        if held is not None:
+                            pages = np.flatnonzero(held != NO_COPY) + node.depth
+                            yield from (Place(cache, node, int(page), group, tier) for page in pages)
+
+    async def check(self, place: Place) -> int:
+        """Re-read one copy under a lease; bytes that are not what was stored are dropped and counted. Bytes read."""
+        cache, index = place.cache, place.cache.index
+        node, at = index.locate(place.node, place.page)
+        if node.dead or at >= node.pages:
+            return 0
+        handle = index.get(node, at, place.tier, place.group)
+        sums = node.sums[place.group]
+        if handle == NO_COPY or sums is None:
+            return 0
+        item = Missing(node, place.group, place.page, handle, sums[at])
+        index.lease(node)
+        try:
+            wrong = await self._wrong(cache, item, place.tier)
+            self.counts["scrubbed_bytes"] += cache.item_bytes[place.group]
+            if wrong:
+                self.loads.lose(cache, item, wrong, place.tier)
+        finally:
+            self.space.unlease(cache, node)
+        return cache.item_bytes[place.group]
+
+    async def _wrong(self, cache: Cache, item: Missing, tier: int) -> str:
+        """'' or what is wrong with the copy."""
+        if tier == Tier.HOST:
+            views = cache.views(item.group, item.disk)
+            found = await self.mover.run(digests, [views], urgency=Urgency.BACKGROUND)
+            return "" if found[0] == item.sum else "checksum"
+        disk = self.loads.disk
+        assert disk is not None
+        slot, count = cache.shape.slot_bytes[item.group], cache.shape.slots_per_item[item.group]
+        scratch = np.empty((count, slot), np.uint8)
+        left = cache.item_bytes[item.group]
+        views = [row[: min(slot, left - n * slot)] for n, row in enumerate(scratch)]
+        results = await self.mover.run(disk.read, [(item.disk, item.group, views)], urgency=Urgency.BACKGROUND)
+        return results[0]

@@ -1,0 +1,128 @@
+"""The scrub: rot in host or on disk is found before an engine asks, and repaired where another tier has the bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engines import Engine, content, idle, spec, tokens
+from kvtier import wire
+from kvtier.store import Store
+from kvtier.types import Tier
+from storekit import drop_host, quiet, storing
+
+KEYS = tokens(*range(1, 9))
+
+
+async def filled(store: Store) -> Engine:
+    """An engine whose path of eight pages is in host and durable on disk."""
+    engine = Engine(store)
+    await engine.open(spec())
+    await engine.put(KEYS)
+    await engine.call(wire.Flush())
+    return engine
+
+
+async def sweep(store: Store) -> None:
+    """One whole round."""
+    for place in list(store.scrub._places()):
+        await store.scrub.check(place)
+
+
+def rot_host(engine: Engine, page: int) -> None:
+    """Flip a bit of a host copy behind the daemon's back."""
+    cache = engine.store.parts.caches[engine.opened.cache]
+    node, _ = cache.radix.deepest(KEYS)
+    handle = cache.gather(node, 0, page, 1, Tier.HOST)[0]
+    cache.views(0, handle)[0][7] ^= 1
+
+
+def rot_disk(folder: Path, page: int) -> None:
+    """Flip a bit of a page's bytes in the extent file."""
+    needle = content(KEYS[: (page + 1) * 8], 0, 4000).tobytes()
+    extents = next(f for f in folder.rglob("*") if f.is_file() and needle in f.read_bytes())
+    at = extents.read_bytes().index(needle) + 99
+    with extents.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([needle[99] ^ 1]))
+
+
+async def test_a_sound_store_scrubs_clean(tmp_path: Path) -> None:
+    """Every copy in both tiers is read, and nothing changes."""
+    async with storing(tmp_path) as store:
+        engine = await filled(store)
+        await sweep(store)
+        assert store.parts.counts["scrubbed_bytes"] == 2 * 8 * 4000
+        assert await engine.get(KEYS) == 8
+        engine.leave()
+        assert idle(store) == []
+
+
+async def test_rot_in_host_is_dropped_and_served_from_disk(tmp_path: Path) -> None:
+    """The path stays whole: disk has the right bytes."""
+    async with storing(tmp_path) as store:
+        engine = await filled(store)
+        rot_host(engine, 3)
+        await sweep(store)
+        assert store.parts.counts["host_checksum"] == 1
+        assert await engine.get(KEYS) == 8
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_rot_in_host_that_somebody_reads_is_left_until_they_are_done(tmp_path: Path) -> None:
+    """A leased slot is never given away; the next round takes it."""
+    async with storing(tmp_path) as store:
+        engine = await filled(store)
+        lease = await engine.call(wire.Acquire((await engine.match(KEYS)).handle))
+        rot_host(engine, 3)
+        await sweep(store)
+        assert store.parts.host.pools[0].used(0) == 8
+        await engine.call(wire.Release(lease.lease))
+        await sweep(store)
+        assert store.parts.host.pools[0].used(0) == 7
+        assert await engine.get(KEYS) == 8
+
+
+async def test_rot_on_disk_is_written_again_from_host(tmp_path: Path) -> None:
+    """After the sweep a restart serves the whole path."""
+    async with storing(tmp_path) as store:
+        engine = await filled(store)
+        rot_disk(tmp_path, 4)
+        await sweep(store)
+        assert store.parts.counts["disk_checksum"] == 1
+        await engine.call(wire.Flush())
+        engine.leave()
+        assert idle(store) == []
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        assert await engine.get(KEYS) == 8
+
+
+async def test_rot_without_another_copy_is_a_miss_from_there_on(tmp_path: Path) -> None:
+    """What depends on the lost page goes with it; what is before stays."""
+    async with storing(tmp_path) as store:
+        engine = await filled(store)
+        drop_host(store)
+        rot_disk(tmp_path, 5)
+        await sweep(store)
+        assert (await engine.match(KEYS)).pages == 5
+        assert await engine.get(KEYS) == 5
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+@pytest.mark.parametrize("rate", [1e9])
+async def test_it_runs_by_itself(tmp_path: Path, rate: float) -> None:
+    """A started store scrubs until it is drained."""
+    async with storing(tmp_path, scrub_bytes_s=rate) as store:
+        await filled(store)
+        rot_disk(tmp_path, 2)
+        async with asyncio.timeout(30):
+            while not store.parts.counts["disk_checksum"]:
+                await asyncio.sleep(0.01)
