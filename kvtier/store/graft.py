@@ -7,7 +7,7 @@ from array import array
 from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.tiers.ledger import PAGE_BITS
+from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK
 from kvtier.tiers.records import Run
 from kvtier.types import NO_COPY, Tier
 
@@ -19,11 +19,10 @@ def graft(cache: Cache, run: Run, places: Places) -> list[int]:
     """Index one run; returns the pages of it (0..63) that have no place: their parent is gone, or disk has them.
 
     `places` grows with each run; runs come parents first. Engines may store meanwhile: what they stored of the same
-    pages stays, and gets the disk copies.
+    pages stays, and gets the disk copies. A run may bring other groups' items of pages that earlier runs brought.
     """
     every = [at for at in range(run.pages) if run.live >> at & 1]
-    pages = _leading(run.live)
-    if not pages or cache.retired:
+    if not every or cache.retired:
         return every
     if cache.spec.keyed:
         return [] if _graft_key(cache, run) else every
@@ -33,12 +32,22 @@ def graft(cache: Cache, run: Run, places: Places) -> list[int]:
     index = cache.radix
     if run.depth:
         parent = index.ending_at(parent, run.depth)
+    pages = _whole(run, index.deepest(run.keys, parent)[1], index.anchors)
+    if not pages:
+        return every
     node = index.extend(run.keys[: pages * index.stride], 0.0, parent)
     for at in range(pages):
         places[run.chains[at * CHAIN_BYTES : (at + 1) * CHAIN_BYTES]] = node
-    refused = _put(cache, node, run, pages)
+    used = _put(cache, node, run, pages)
     index.publish(node, node.end)
-    return [at for at in every if at in refused or at >= pages]
+    return [at for at in every if at not in used]
+
+
+def _whole(run: Run, known: int, anchors: list[int]) -> int:
+    """Leading pages that are `known` already or of which the run has all that a page needs."""
+    while known < run.pages and run.live >> known & 1 and all(run.cells[g][known] != NO_COPY for g in anchors):
+        known += 1
+    return known
 
 
 def _graft_key(cache: Cache, run: Run) -> bool:
@@ -47,39 +56,32 @@ def _graft_key(cache: Cache, run: Run) -> bool:
     if group is None:
         return False
     node = index.ensure(index.name(group, run.keys), 0.0)
-    if _put(cache, node, run, 1):
+    if not _put(cache, node, run, 1):
         return False
     node.live = 1
     return True
 
 
-def _leading(live: int) -> int:
-    """Pages of a run up to its first hole: runs are trimmed from the tail."""
-    return (~live & (live + 1)).bit_length() - 1
-
-
 def _put(cache: Cache, node: Node, run: Run, pages: int) -> set[int]:
-    """Record the run's copies along the path to `node`; returns the pages that disk has already."""
-    refused: set[int] = set()
+    """Record those of the run's copies along the path to `node` that disk does not have; returns their pages."""
+    used: set[int] = set()
     for each in cache.index.path(node):
         lo, hi = max(each.depth, run.depth), min(each.end, run.depth + pages)
         if lo >= hi:
             continue
-        held = [each.at[Tier.DISK * cache.index.groups + g] for g in range(cache.index.groups)]
-        taken = {
-            at for column in held if column for at in range(lo, hi) if column[at - each.depth] != NO_COPY
-        }  # fmt: skip
-        refused |= {at - run.depth for at in taken}
+        part = slice(lo - run.depth, hi - run.depth)
         for group in range(cache.index.groups):
-            cells, sums = run.cells[group][lo - run.depth : hi - run.depth], run.sums[group]
+            column = each.at[Tier.DISK * cache.index.groups + group]
+            held = column[lo - each.depth : hi - each.depth] if column else [NO_COPY] * (hi - lo)
             handles = array(
                 "q",
                 [
-                    NO_COPY if cell == NO_COPY or at in taken else run.id << PAGE_BITS | at - run.depth
-                    for at, cell in enumerate(cells, lo)
+                    run.id << PAGE_BITS | at if cell != NO_COPY == have and run.live >> at & 1 else NO_COPY
+                    for at, (cell, have) in enumerate(zip(run.cells[group][part], held, strict=True), lo - run.depth)
                 ],
             )
-            if handles.count(NO_COPY) < len(handles):
-                part = sums[lo - run.depth : hi - run.depth]
-                cache.index.put(each, lo - each.depth, Tier.DISK, group, handles, part)
-    return refused
+            mine = [handle & PAGE_MASK for handle in handles if handle != NO_COPY]
+            if mine:
+                used.update(mine)
+                cache.index.put(each, lo - each.depth, Tier.DISK, group, handles, run.sums[group][part])
+    return used

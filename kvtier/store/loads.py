@@ -134,7 +134,8 @@ class Loads:
         where, at = cache.index.locate(m.node, m.page)
         if m.group not in cache.index.anchors and isinstance(cache.index, RadixIndex):
             dropped = cache.index.forget(where, at, Tier.DISK, m.group)
-            cache.release([dropped], self.disk)
+            if all(cache.index.get(where, at, Tier.DISK, group) != m.disk for group in range(cache.index.groups)):
+                cache.release([dropped], self.disk)  # else the run's page holds other groups' items that are good
             return
         if isinstance(cache.index, RadixIndex):
             where = cache.index.cut_at(where, m.page)

@@ -173,6 +173,10 @@ class Parts:
                 until = time.perf_counter() + SLICE_S
         self.loading = False
         self.persist.pump()
+        for cache in by_disk.values():
+            if cache.disk is not None and not cache.index.nodes:
+                self.disk.drop_cache(cache.disk)
+                cache.disk = None
         self.prune()
 
     def check(self) -> list[str]:
