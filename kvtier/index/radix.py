@@ -56,9 +56,9 @@ class RadixIndex(Index):
             node.time = max(node.time, now)
         return Found(node, end, pending)
 
-    def deepest(self, keys: bytes) -> tuple[Node, int]:
-        """Where the published part of the path ends, whatever the groups' rules say."""
-        node, end, _ = self._descend(keys)
+    def deepest(self, keys: bytes, above: Node | None = None) -> tuple[Node, int]:
+        """Where the published part of the path below `above` (the root) ends, whatever the groups' rules say."""
+        node, end, _ = self._descend(keys, above)
         return node, end
 
     def known(self, keys: bytes) -> int:
@@ -66,10 +66,10 @@ class RadixIndex(Index):
         _, end, pending = self._descend(keys)
         return end + pending
 
-    def _descend(self, keys: bytes) -> tuple[Node, int, int]:
+    def _descend(self, keys: bytes, above: Node | None = None) -> tuple[Node, int, int]:
         """The node that holds the last published page of the longest shared path, its boundary, pages pending."""
         stride = self.stride
-        node = self.root
+        node = above or self.root
         at, size = 0, len(keys)
         while at < size and node.children is not None:
             child = node.children.get(keys[at : at + stride])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.tiers.ledger import PAGE_BITS
+from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK
 from kvtier.tiers.records import Run
 from kvtier.types import NO_COPY, Tier
 
@@ -30,41 +30,37 @@ def graft(cache: Cache, run: Run, places: Places) -> tuple[list[int], Late | Non
     """Index one run; returns the pages of it (0..63) that have no place, and what must wait for other runs.
 
     A page has no place when its parent is gone or disk has it already. `places` grows with each run; runs come parents
-    first. Engines may store meanwhile: what they stored of the same pages stays, and gets the disk copies.
+    first. Engines may store meanwhile: what they stored of the same pages stays, and gets the disk copies. A run may
+    bring other groups' items of pages that earlier runs brought.
     """
     if cache.retired or not run.live:
         return _live(run, 0), None
     if cache.spec.keyed:
         return ([] if _graft_key(cache, run) else _live(run, 0)), None
-    return _graft_part(places, Late(cache, run, run.keys, run.chains, 0))
+    return graft_late(Late(cache, run, run.keys, run.chains, 0), places)
 
 
-def graft_late(late: Late, places: Places) -> tuple[list[int], Late | None]:
-    """Index what had to wait, up to the next hole."""
-    if late.cache.retired:
-        return _live(late.run, late.first), None
-    return _graft_part(places, late)
-
-
-def _graft_part(places: Places, part: Late) -> tuple[list[int], Late | None]:
+def graft_late(part: Late, places: Places) -> tuple[list[int], Late | None]:
     """Index the pages of a run from `first` up to the next hole."""
     cache, run, first = part.cache, part.run, part.first
-    end = first
-    while run.live >> end & 1:
-        end += 1
+    index = cache.radix
     depth = run.depth + first
     parent = places.get(run.parent if not first else part.chains[(first - 1) * CHAIN_BYTES : first * CHAIN_BYTES])
-    if parent is None or parent.dead or parent.end < depth:
+    if cache.retired or parent is None or parent.dead or parent.end < depth:
         return _live(run, first), None
-    index = cache.radix
     if depth:
         parent = index.ending_at(parent, depth)
-    node = index.extend(part.keys[first * index.stride : end * index.stride], 0.0, parent)
+    keys = part.keys[first * index.stride :]
+    end = _whole(run, first + index.deepest(keys, parent)[1], index.anchors)
+    if end == first:
+        return _live(run, first), None
+    node = index.extend(keys[: (end - first) * index.stride], 0.0, parent)
     for at in range(first, end):
         places[part.chains[at * CHAIN_BYTES : (at + 1) * CHAIN_BYTES]] = node
-    refused = sorted(_put(cache, node, run, first, end))
+    used = _put(cache, node, run, first, end)
     index.publish(node, node.end)
     after = _live(run, end)
+    refused = [at for at in _live(run, first) if at < end and at not in used]
     return refused, part._replace(first=after[0]) if after else None
 
 
@@ -73,36 +69,45 @@ def _live(run: Run, first: int) -> list[int]:
     return [at for at in range(first, run.pages) if run.live >> at & 1]
 
 
+def _whole(run: Run, known: int, anchors: list[int]) -> int:
+    """Leading pages that are `known` already or of which the run has all that a page needs."""
+    while known < run.pages and run.live >> known & 1 and all(run.cells[g][known] != NO_COPY for g in anchors):
+        known += 1
+    return known
+
+
 def _graft_key(cache: Cache, run: Run) -> bool:
     index = cache.keyed
     group = next((g for g, cells in enumerate(run.cells) if cells[0] != NO_COPY), None)
     if group is None:
         return False
     node = index.ensure(index.name(group, run.keys), 0.0)
-    if _put(cache, node, run, 0, 1):
+    if not _put(cache, node, run, 0, 1):
         return False
     node.live = 1
     return True
 
 
 def _put(cache: Cache, node: Node, run: Run, first: int, end: int) -> set[int]:
-    """Record the copies of pages [first, end) of the run on the path to `node`; returns those that disk has already."""
-    refused: set[int] = set()
-    groups = range(cache.index.groups)
+    """Record the copies of pages [first, end) of the run that disk does not have; returns their pages."""
+    used: set[int] = set()
     for each in cache.index.path(node):
-        lo, hi = max(each.depth - run.depth, first), min(each.end - run.depth, end)
+        lo, hi = max(each.depth, run.depth + first), min(each.end, run.depth + end)
         if lo >= hi:
             continue
-        shift = run.depth - each.depth
-        columns = [column for g in groups if (column := each.at[Tier.DISK * cache.index.groups + g])]
-        taken = {at for at in range(lo, hi) if any(column[at + shift] != NO_COPY for column in columns)}
-        refused |= taken
-        for group in groups:
-            cells = run.cells[group]
+        part = slice(lo - run.depth, hi - run.depth)
+        for group in range(cache.index.groups):
+            column = each.at[Tier.DISK * cache.index.groups + group]
+            held = column[lo - each.depth : hi - each.depth] if column else [NO_COPY] * (hi - lo)
             handles = array(
                 "q",
-                [NO_COPY if cells[at] == NO_COPY or at in taken else run.id << PAGE_BITS | at for at in range(lo, hi)],
+                [
+                    run.id << PAGE_BITS | at if cell != NO_COPY == have and run.live >> at & 1 else NO_COPY
+                    for at, (cell, have) in enumerate(zip(run.cells[group][part], held, strict=True), lo - run.depth)
+                ],
             )
-            if handles.count(NO_COPY) < len(handles):
-                cache.index.put(each, lo + shift, Tier.DISK, group, handles, run.sums[group][lo:hi])
-    return refused
+            mine = [handle & PAGE_MASK for handle in handles if handle != NO_COPY]
+            if mine:
+                used.update(mine)
+                cache.index.put(each, lo - each.depth, Tier.DISK, group, handles, run.sums[group][part])
+    return used

@@ -136,6 +136,11 @@ class Loads:
         if reason in {"io", "closing"} or m.node.dead:
             return  # the device may come back; the bytes were not wrong
         where, at = index.locate(m.node, m.page)
+        if m.group not in index.anchors and isinstance(index, RadixIndex) and tier == Tier.DISK:
+            dropped = index.forget(where, at, Tier.DISK, m.group)
+            if all(index.get(where, at, Tier.DISK, group) != m.disk for group in range(index.groups)):
+                cache.release([dropped], self.disk)  # else the run's page holds other groups' items that are good
+            return
         if tier == Tier.HOST and where.refs > 1:
             return
         other = Tier.DISK if tier == Tier.HOST else Tier.HOST
@@ -145,9 +150,6 @@ class Loads:
             self.space.persist.offer(cache, m.node, m.page, m.page + 1)
             return
         if isinstance(index, RadixIndex):
-            if m.group not in index.anchors and tier == Tier.DISK:
-                cache.release([index.forget(where, at, tier, m.group)], self.disk)
-                return
             where = index.cut_at(where, m.page)
         cut = index.cut(where)
         cache.release(cut.freed, self.disk)

@@ -182,6 +182,10 @@ class Parts:
                 late.append(rest)
         self.loading = False
         self.persist.pump()
+        for cache in by_disk.values():
+            if cache.disk is not None and not cache.index.nodes:
+                self.disk.drop_cache(cache.disk)
+                cache.disk = None
         self.prune()
 
     def _refuse(self, run: Run, pages: list[int]) -> None:

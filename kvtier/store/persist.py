@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
+
+import numpy as np
 
 from kvtier.index import Node, Order
 from kvtier.store.cache import Cache
@@ -19,24 +21,33 @@ from kvtier.tiers.records import Item
 from kvtier.types import NO_COPY, RUN_PAGES, Code, KvtierError, Tier
 
 log = logging.getLogger("kvtier.persist")
-RETRY_S = 0.05
 MAX_QUEUED_PAGES = 1 << 20
+LATE = "the deadline came before the disk"
+NO_ROOM = "no room on disk"
+GONE = "gone"
+"""Why pages were not written that left the index meanwhile: no failure."""
+SLICE = 64
+"""Nodes looked at before other work on the loop has its turn: about a millisecond."""
 
 
 class Entry:
-    """Pages [first, end) of the path to `node`, to be written; `left` of them are not settled yet."""
+    """Pages [begin, end) of the path to `node`: from `first` on to be written, `left` of them not settled yet."""
 
-    __slots__ = ("cache", "done", "end", "failed", "first", "left", "node", "notify")
+    __slots__ = ("begin", "cache", "done", "end", "failed", "first", "left", "node", "notify")
 
     def __init__(self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None) -> None:
         self.cache = cache
         self.node = node
-        self.first = first
+        self.begin = self.first = first
         self.end = end
         self.left = end - first
         self.failed = ""
         self.notify = notify
         self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def covers(self, page: int) -> bool:
+        """Whether a page of its path is on its way."""
+        return self.begin <= page < self.end and not self.failed
 
 
 class Persist:
@@ -48,8 +59,12 @@ class Persist:
         self.order = Order(Tier.DISK)
         self.caches: dict[Any, Cache] = {}
         self.queue: deque[Entry] = deque()
-        self.pending: set[Entry] = set()
+        self.pending: dict[Entry, None] = {}
+        """Entries that are not settled, oldest first."""
+        self.ending: dict[Node, list[Entry]] = {}
+        """The same by the node that they end in."""
         self.queued_pages = 0
+        self._writing = 0
         self._moved = asyncio.Event()
         self._syncing = False
 
@@ -58,17 +73,35 @@ class Persist:
     ) -> bool:
         """Queue pages [first, end) of the path to `node` for writing; False when there is no working disk or no place.
 
-        `notify(end)` is called once they are durable.
+        Pages before them that are not on disk, nor on their way, are written too: a page is of no use there without
+        its parent. `notify(end)` is called once all are durable.
         """
-        if self.disk is None or self.disk.sick or cache.retired or self.queued_pages + end - first > MAX_QUEUED_PAGES:
+        if self.disk is None or self.disk.sick or cache.retired:
+            return False
+        while not self._parent_saved(cache, node, first) and self._coming(cache, node, first - 1) is None:
+            first -= 1
+        if self.queued_pages + end - first > MAX_QUEUED_PAGES:
             return False
         entry = Entry(cache, node, first, end, notify)
         cache.index.lease(node)
         self.queue.append(entry)
-        self.pending.add(entry)
+        self.pending[entry] = None
+        self.ending.setdefault(node, []).append(entry)
         self.queued_pages += end - first
         self.pump()
         return True
+
+    def _coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
+        """The entry that brings a page of the path to `node` to disk, if one does."""
+        where, _ = cache.index.locate(node, page)
+        up: Node | None = node
+        while up is not None and up.end > page:
+            for entry in self.ending.get(up, ()):
+                if entry.covers(page):
+                    return entry
+            up = up.parent
+        found = (e for e in self.pending if e.cache is cache and e.covers(page) and _on_path(e.node, where))
+        return next(found, None)
 
     async def progress(self, deadline: float) -> bool:
         """Wait until some write ends; False at once when none runs, or at the deadline."""
@@ -83,29 +116,45 @@ class Persist:
         return True
 
     async def flush(self, caches: Iterable[Cache], deadline: float) -> str:
-        """Write what only host holds and wait for it; '' when all is durable, else why not."""
+        """Write what only host holds and wait for it; '' when all that was there is durable, else why not."""
         if self.disk is None:
             return "there is no disk tier"
         wanted = set(caches)
+        if not await _settled([e for e in self.pending if e.cache in wanted], deadline):
+            return LATE
+        before = set(self.pending)
         for cache in wanted:
-            self._offer_unsaved(cache)
-        waiting = [e for e in self.pending if e.cache in wanted]
-        if waiting:
-            left = deadline - asyncio.get_running_loop().time()
-            _, late = await asyncio.wait([e.done for e in waiting], timeout=max(0.0, left))
-            if late:
-                return "the deadline came before the disk"
-        failed = [e.failed for e in waiting if e.failed]
-        return failed[0] if failed else ("" if not any(map(unsaved, wanted)) else self.disk.sick or "no room on disk")
+            async for node, lo, hi in self._unsaved(cache):
+                self.offer(cache, node, node.depth + lo, node.depth + hi)
+        again = [e for e in self.pending if e.cache in wanted and e not in before]
+        if not await _settled(again, deadline):
+            return LATE
+        failed = [e.failed for e in again if e.failed not in {"", GONE}]
+        if failed:
+            return failed[0]
+        for cache in wanted:
+            async for _ in self._unsaved(cache):
+                return self.disk.sick or NO_ROOM
+        return ""
 
-    def _offer_unsaved(self, cache: Cache) -> None:
-        """Queue every published page that only host holds and that is not on its way."""
-        moving = [e for e in self.pending if e.cache is cache]
-        for node in list(cache.index.walk()):
-            runs = _unsaved_runs(cache, node)
-            for lo, hi in runs:
-                if not any(e.first <= node.depth + lo < e.end and _on_path(e.node, node) for e in moving):
-                    self.offer(cache, node, node.depth + lo, node.depth + hi)
+    async def _unsaved(self, cache: Cache) -> AsyncIterator[tuple[Node, int, int]]:
+        """Published pages [lo, hi) of a node that only host holds and that are not on their way, parents first."""
+        for seen, node in enumerate(cache.index.walk()):
+            if not node.dead and not cache.retired:
+                for lo, hi in _unsaved_runs(cache, node):
+                    if not self._all_coming(cache, node, node.depth + lo, node.depth + hi):
+                        yield node, lo, hi
+            if seen % SLICE == SLICE - 1:
+                await asyncio.sleep(0)
+
+    def _all_coming(self, cache: Cache, node: Node, first: int, end: int) -> bool:
+        """Whether all of the pages are on their way."""
+        while first < end:
+            entry = self._coming(cache, node, first)
+            if entry is None:
+                return False
+            first = entry.end
+        return True
 
     # -- the way to disk -----------------------------------------------------------------------------------------
 
@@ -115,32 +164,37 @@ class Persist:
             entry = self.queue[0]
             if entry.first >= entry.end or entry.node.dead or entry.failed:
                 self.queue.popleft()
-                self._settle(entry, entry.end - entry.first, "" if not entry.node.dead else "gone")
+                self._settle(entry, entry.end - entry.first, "" if not entry.node.dead else GONE)
                 continue
             if not self._write_run(entry):
                 return
 
     def _write_run(self, entry: Entry) -> bool:
-        """Submit the next run of an entry; False when the disk cannot take it now."""
+        """Submit the next run of an entry, from its first page that lacks something; False when the disk is busy."""
         disk = self.disk
         assert disk is not None
-        end = min(entry.end, entry.first + RUN_PAGES)
+        cache, end = entry.cache, min(entry.end, entry.first + RUN_PAGES)
         items, nbytes = self._items(entry, end)
-        if not items:
-            self._settle(entry, end - entry.first, "")
-            entry.first = end
+        saved = items[0].page if items else end - entry.first
+        if saved:
+            self._settle(entry, saved, "")
+            entry.first += saved
             return True
-        if not self._parent_coming(entry):
+        end = entry.first + items[-1].page + 1
+        if not self._parent_saved(cache, entry.node, entry.first) and not self._coming(
+            cache, entry.node, entry.first - 1
+        ):
             entry.failed = "the page before is not on disk"
             return True
-        cache, first = entry.cache, entry.first
-        keys, chains, parent = _names(cache, entry.node, first, end)
-        done = self._completion(entry, first, end, items)
         if cache.disk is None:
             cache.disk = disk.open_cache(cache.id, cache.base, cache.scope, cache.epoch, cache.spec)
+        first = entry.first
+        keys, chains, parent = _names(cache, entry.node, first, end)
+        done = self._completion(entry, first, end, items)
         if not disk.write(cache.disk, parent, 0 if cache.spec.keyed else first, keys, chains, items, done):
             self._make_room(entry, nbytes)
             return False
+        self._writing += 1
         entry.first = end
         return True
 
@@ -160,13 +214,6 @@ class Persist:
         out.sort(key=lambda item: (item.page, item.group))
         return out, nbytes
 
-    def _parent_coming(self, entry: Entry) -> bool:
-        """Whether the page before the run is on disk, or ahead of it on the way there."""
-        if self._parent_saved(entry.cache, entry.node, entry.first):
-            return True
-        node, _ = entry.cache.index.locate(entry.node, entry.first - 1)
-        return any(not e.failed and _on_path(e.node, node) for e in self.pending)
-
     @staticmethod
     def _parent_saved(cache: Cache, node: Node, first: int) -> bool:
         """Whether disk holds the page before page `first` of the path to `node`."""
@@ -177,12 +224,13 @@ class Persist:
 
     def _completion(self, entry: Entry, first: int, end: int, items: list[Item]) -> Callable[[int | None, str], None]:
         def done(run_id: int | None, error: str) -> None:
-            if run_id is None:
+            self._writing -= 1
+            if entry.node.dead:
+                error = GONE
+                if run_id is not None:
+                    self._free(run_id, {item.page for item in items})
+            elif run_id is None:
                 self.counts[f"refused_disk_{error}"] += end - first
-            elif entry.node.dead:
-                assert self.disk is not None
-                self.disk.free([run_id << PAGE_BITS | page for page in sorted({i.page for i in items})])
-                error = "gone"
             else:
                 self._record(entry.cache, entry.node, first, items, run_id)
                 self.counts["pages_written_disk"] += end - first
@@ -193,18 +241,20 @@ class Persist:
         return done
 
     def _record(self, cache: Cache, node: Node, first: int, items: list[Item], run_id: int) -> None:
-        """Note the disk copies of a run that is durable now."""
+        """Note the disk copies of a run that is durable now; pages that another run brought first go again."""
         index = cache.index
-        again = set()
+        placed = set()
         for item in items:
             where, at = index.locate(node, first + item.page)
-            if item.page in again or index.get(where, at, Tier.DISK, item.group) != NO_COPY:
-                again.add(item.page)
-                continue
-            index.put(where, at, Tier.DISK, item.group, [run_id << PAGE_BITS | item.page], [item.sum])
-        if again:
-            assert self.disk is not None
-            self.disk.free([run_id << PAGE_BITS | page for page in sorted(again)])
+            if index.get(where, at, Tier.DISK, item.group) == NO_COPY:
+                index.put(where, at, Tier.DISK, item.group, [run_id << PAGE_BITS | item.page], [item.sum])
+                placed.add(item.page)
+        self._free(run_id, {item.page for item in items} - placed)
+
+    def _free(self, run_id: int, pages: set[int]) -> None:
+        """Forget pages of a run that no node names."""
+        assert self.disk is not None
+        self.disk.free([run_id << PAGE_BITS | page for page in sorted(pages)])
 
     def _settle(self, entry: Entry, pages: int, error: str) -> None:
         """Count pages of an entry as done; the last one lets its lease go."""
@@ -212,7 +262,10 @@ class Persist:
         entry.failed = entry.failed or error
         self.queued_pages -= pages
         if entry.left <= 0 and entry in self.pending:
-            self.pending.discard(entry)
+            del self.pending[entry]
+            self.ending[entry.node].remove(entry)
+            if not self.ending[entry.node]:
+                del self.ending[entry.node]
             entry.cache.release(entry.cache.index.unlease(entry.node), self.disk)
             entry.done.set_result(entry.failed)
             if entry.notify is not None and not entry.failed:
@@ -225,18 +278,15 @@ class Persist:
         """The disk refused a run: evict its coldest leaves, or fail the entry where nothing can go."""
         disk = self.disk
         assert disk is not None
-        if disk.refusal == Code.BUSY:
-            return  # a completion pumps again
-        if disk.refusal != Code.NO_SPACE:  # loading, or closing
-            asyncio.get_running_loop().call_later(RETRY_S, self.pump)
-            return
-        if not (self.evict(nbytes) or disk.freeing_bytes):
+        if disk.refusal != Code.NO_SPACE or self._syncing:
+            return  # a completion pumps again, or the end of loading
+        if self.evict(nbytes) or disk.freeing_bytes:
+            self._syncing = True
+            disk.flush(self._synced)
+        elif not self._writing:  # else what is being written can be evicted soon
             entry.failed = Code.NO_SPACE
             self.counts["refused_disk_no_space"] += entry.end - entry.first
             asyncio.get_running_loop().call_soon(self.pump)
-        elif not self._syncing:
-            self._syncing = True
-            disk.flush(self._synced)
 
     def _synced(self, *_: object) -> None:
         """Freed cells can be used again."""
@@ -278,23 +328,22 @@ def _on_path(deep: Node, node: Node) -> bool:
 
 def _unsaved_runs(cache: Cache, node: Node) -> list[tuple[int, int]]:
     """Ranges of published pages of a node with items that only host holds."""
-    groups = range(cache.index.groups)
-    out: list[tuple[int, int]] = []
-    for at in range(node.live):
-        only = any(
-            cache.index.get(node, at, Tier.HOST, g) != NO_COPY and cache.index.get(node, at, Tier.DISK, g) == NO_COPY
-            for g in groups
-        )
-        if only and out and out[-1][1] == at:
-            out[-1] = (out[-1][0], at + 1)
-        elif only:
-            out.append((at, at + 1))
-    return out
+    if not node.count[Tier.HOST]:
+        return []
+    only = np.zeros(node.pages, dtype=bool)
+    for group in range(cache.index.groups):
+        only |= node.present(group, (Tier.HOST,)) & ~node.present(group, (Tier.DISK,))
+    edges = np.flatnonzero(np.diff(only[: node.live], prepend=False, append=False))
+    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
 
 
-def unsaved(cache: Cache) -> bool:
-    """Whether some published page of the cache is in host only."""
-    return any(_unsaved_runs(cache, node) for node in cache.index.walk())
+async def _settled(entries: list[Entry], deadline: float) -> bool:
+    """Whether all entries were settled by the deadline."""
+    if not entries:
+        return True
+    left = deadline - asyncio.get_running_loop().time()
+    _, late = await asyncio.wait([e.done for e in entries], timeout=max(0.0, left))
+    return not late
 
 
 def _names(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes, bytes]:
@@ -324,4 +373,4 @@ def _names(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes
 
 def flush_error(reason: str) -> KvtierError:
     """The error of a flush that could not make everything durable."""
-    return KvtierError(Code.NO_SPACE if reason in {Code.NO_SPACE, "no room on disk"} else Code.IO, reason)
+    return KvtierError(Code.NO_SPACE if reason in {Code.NO_SPACE, NO_ROOM} else Code.IO, reason)

@@ -194,7 +194,7 @@ class Store:
         return wire.Opened(cache.number, cache.id, cache.epoch, tuple(wire.GroupInfo(*s) for s in sizes))
 
     def _supersede(self, cache: Cache) -> asyncio.Future[None]:
-        """Free every older epoch of a cache; the future is done when a crash cannot bring one back."""
+        """Free every older epoch of a cache; the future is done when a crash cannot bring one back, else raises io."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         for old in [c for c in self.parts.caches.values() if c.base == cache.base and c.epoch < cache.epoch]:
             if not old.retired:
@@ -202,7 +202,7 @@ class Store:
         if self.parts.disk is None:
             done.set_result(None)
         else:
-            self.parts.disk.set_epoch(cache.base, cache.epoch, lambda *_: _resolve(done))
+            self.parts.disk.set_epoch(cache.base, cache.epoch, lambda error: _resolve(done, error))
         return done
 
     async def reset(self, process: Process, msg: wire.Reset) -> wire.Opened:
@@ -235,7 +235,11 @@ class Store:
         return wire.Ok()
 
 
-def _resolve(done: asyncio.Future[None]) -> None:
+def _resolve(done: asyncio.Future[None], error: str) -> None:
     """Let whoever still waits go on."""
-    if not done.done():
+    if done.done():
+        return
+    if error:
+        done.set_exception(KvtierError(Code.IO, f"a crash could bring the old epoch back ({error}): ask again"))
+    else:
         done.set_result(None)

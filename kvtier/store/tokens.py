@@ -132,11 +132,13 @@ class Tokens:
             except BaseException:
                 self._drop(instance, lease)
                 raise
-            if not node.dead and not self.parts.loads.missing(cache, node, cache.radix.needed(lease.pages)):
-                return self._grant(instance, lease)
-            _, end = (node, 0) if node.dead else cache.radix.resumable(node, lease.pages, (Tier.HOST,))
+            end = pages  # a copy was lost, unless it turns out that time or room is up
+            if not node.dead and cache.radix.resumable(node, lease.pages, LOCAL)[1] == lease.pages:
+                _, end = cache.radix.resumable(node, lease.pages, (Tier.HOST,))
+                if end == lease.pages:
+                    return self._grant(instance, lease)
             self._drop(instance, lease)
-            held = self._hold(instance, path, end if not node.dead else pages)
+            held = self._hold(instance, path, end)
             if held is None:
                 return Acquired(0, 0)
             lease = held[0]

@@ -1,0 +1,315 @@
+"""What is reported durable is served again after a restart, and nothing else is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import FULL, STATE, Engine, content, idle, spec, tokens
+from kvtier import wire
+from kvtier.identity import GroupSpec
+from kvtier.types import Code, Kind, KvtierError, Tier
+from storekit import MIB, Failing, drop_host, quiet, storing, until
+
+GROUPS = (FULL, STATE)
+
+
+def state_at(*pages: int) -> tuple[wire.Want, ...]:
+    """State points at these pages."""
+    return (wire.Want(1, np.array(pages, "<i4").tobytes()),)
+
+
+async def test_a_page_is_durable_only_with_all_pages_before_it(tmp_path: Path) -> None:
+    """Parents that the disk refused while it was sick are written with, and before, their first durable child."""
+    keys = tokens(1, 2, 3, 4)
+    disk = Failing()
+    crashed = tmp_path / "crashed"
+    async with storing(tmp_path / "disk", calls=disk) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        disk.broken = True
+        assert await engine.put(keys[:16]) == 2
+        await until(lambda: not store.parts.persist.pending)
+        assert engine.events == []
+        disk.broken = False
+        await until(lambda: not store.parts.disk.sick)
+        assert await engine.put(keys, start=2) == 2
+        await until(lambda: engine.events)
+        shutil.copytree(tmp_path / "disk", crashed)
+    async with storing(crashed) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        assert await engine.get(keys) == 4
+
+
+async def test_pages_after_a_stored_prefix_survive_a_restart(tmp_path: Path) -> None:
+    """A reservation that begins with pages on disk already writes a run of the others alone."""
+    keys = tokens(*range(1, 101))
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for pages in (4, 6, 50, 100):
+            assert await engine.put(keys[: pages * 8]) == pages
+            await engine.call(wire.Flush())
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        assert await engine.get(keys) == 100
+        assert store.parts.counts["orphan_pages"] == 0
+
+
+async def test_state_points_added_to_stored_pages_survive_a_restart(tmp_path: Path) -> None:
+    """A run may hold other groups' items of pages that an earlier run has, with gaps between them."""
+    keys = tokens(*range(1, 21))
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec(GROUPS))
+        await engine.put(keys, wants=state_at(19))
+        await engine.call(wire.Flush())
+        await engine.put(keys, wants=state_at(3, 11))
+        await engine.put(keys[:56] + tokens(77), wants=state_at(5, 7))
+        await engine.call(wire.Flush())
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec(GROUPS))
+        for pages, served in ((20, 20), (19, 12), (11, 6), (5, 4), (3, 0)):
+            assert await engine.get(keys[: pages * 8]) == served
+        assert await engine.get(keys[:56] + tokens(77)) == 8
+        assert store.parts.counts["orphan_pages"] == 0
+        engine.leave()
+        assert idle(store) == []
+
+
+async def test_a_state_point_added_while_its_page_is_being_written_is_durable_too(tmp_path: Path) -> None:
+    """Two writes of one page in flight: each item ends in one of them, and flush says so."""
+    keys = tokens(1, 2, 3)
+    disk = Failing()
+    async with storing(tmp_path, calls=disk) as store:
+        a, b = Engine(store, "a", pid=1), Engine(store, "b", pid=2)
+        await a.open(spec(GROUPS))
+        await b.open(spec(GROUPS))
+        disk.gate.clear()
+        await a.put(keys)
+        await b.put(keys, wants=state_at(2))
+        disk.gate.set()
+        await b.call(wire.Flush())
+        drop_host(store)
+        assert await a.get(keys) == 3
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec(GROUPS))
+        assert await engine.get(keys) == 3
+
+
+async def test_a_damaged_state_point_takes_no_page_with_it(tmp_path: Path) -> None:
+    """The other groups' bytes in the same run stay what they are."""
+    keys = tokens(1, 2, 3, 4)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec(GROUPS))
+        await engine.put(keys, wants=state_at(1, 3))
+        await engine.call(wire.Flush())
+        drop_host(store)
+        damage(tmp_path, engine, keys, group=1)
+        assert await engine.get(keys) == 2
+        assert await engine.put(keys, wants=state_at(3)) > 0
+        assert await engine.get(keys) == 4
+        assert store.parts.counts["pages_cut"] == 0
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+def damage(path: Path, engine: Engine, keys: bytes, group: int) -> None:
+    """Flip a bit of an item on disk."""
+    needle = content(keys, group, engine.opened.groups[group].item_bytes)[:4096].tobytes()
+    extents = next(f for f in path.rglob("*") if f.is_file() and needle in f.read_bytes())
+    raw = extents.read_bytes()
+    with extents.open("r+b") as file:
+        file.seek(raw.index(needle) + 123)
+        file.write(bytes([needle[123] ^ 1]))
+
+
+async def test_a_reset_that_is_not_durable_says_so(tmp_path: Path) -> None:
+    """A crash could bring the old weights' KV back: the engine hears io, and may ask again."""
+    keys = tokens(1, 2)
+    disk = Failing()
+    async with storing(tmp_path, calls=disk) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        await engine.put(keys)
+        await engine.call(wire.Flush())
+        catalogue = store.parts.disk._commits._catalogue
+        commit, catalogue.commit = catalogue.commit, fail
+        with pytest.raises(KvtierError) as caught:
+            await engine.call(wire.Reset(engine.opened.cache))
+        assert caught.value.code == Code.IO
+        assert (await engine.match(keys)).pages == 0
+        catalogue.commit = commit
+        engine.opened = await engine.call(wire.Reset(engine.opened.cache))
+        assert engine.opened.epoch == 1
+        assert (await engine.match(keys)).pages == 0
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        assert (await engine.open(spec())).epoch == 1
+
+
+def fail(_changes: object) -> None:
+    """A catalogue on a device that takes no writes."""
+    raise OSError(5, "injected")
+
+
+async def test_flush_answers_for_what_was_committed_before_it(tmp_path: Path) -> None:
+    """Others who go on committing neither fail it nor keep it waiting."""
+    async with storing(tmp_path, host=8 * MIB) as store:
+        engine, busy = Engine(store), Engine(store, "busy", pid=2)
+        await engine.open(spec())
+        await busy.open(spec())
+        going = True
+
+        async def traffic() -> int:
+            n = 0
+            while going:
+                n += 1
+                await busy.put(tokens(n, n, n))
+                await asyncio.sleep(0)
+            return n
+
+        task = asyncio.ensure_future(traffic())
+        for n in range(10):
+            await engine.put(tokens(100_000 + n, 1, 2))
+            await engine.call(wire.Flush())
+        going = False
+        assert await task > 10
+        for n in range(10):
+            cache = store.parts.caches[engine.opened.cache]
+            node, pages = cache.radix.deepest(tokens(100_000 + n, 1, 2))
+            assert pages == 3
+            assert -1 not in cache.gather(node, 0, 0, 3, Tier.DISK)
+
+
+async def test_flush_is_refused_by_name_where_the_disk_cannot_hold_everything(tmp_path: Path) -> None:
+    """Pages that were pushed out again within the flush are not called durable."""
+    async with storing(tmp_path, host=4 * MIB, disk=MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for n in range(20):
+            await engine.put(tokens(*range(100 * n, 100 * n + 30)))
+        with pytest.raises(KvtierError) as caught:
+            await engine.call(wire.Flush())
+        assert caught.value.code == Code.NO_SPACE
+
+
+async def test_flush_of_a_cache_that_is_reset_meanwhile_succeeds(tmp_path: Path) -> None:
+    """What is dropped on purpose need not become durable."""
+    disk = Failing()
+    async with storing(tmp_path, calls=disk) as store:
+        engine, other = Engine(store), Engine(store, "other", pid=2)
+        await engine.open(spec())
+        await other.open(spec())
+        disk.gate.clear()
+        await engine.put(tokens(*range(1, 200)))
+        flush = asyncio.ensure_future(engine.call(wire.Flush()))
+        await asyncio.sleep(0.01)
+        reset = asyncio.ensure_future(other.call(wire.Reset(other.opened.cache)))
+        await asyncio.sleep(0.01)
+        disk.gate.set()
+        assert await flush == wire.Ok()
+        assert (await reset).epoch == 1
+        engine.leave()
+        other.leave()
+        await quiet(store)
+        assert idle(store) == []
+        assert store.parts.disk.used_bytes == 0
+
+
+async def test_flush_after_a_failure_writes_what_failed(tmp_path: Path) -> None:
+    """A sick disk fails the flush by name; once it is well again the next one makes everything durable."""
+    keys = tokens(*range(1, 150))
+    disk = Failing()
+    async with storing(tmp_path, calls=disk) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        disk.broken = True
+        await engine.put(keys)
+        with pytest.raises(KvtierError) as caught:
+            await engine.call(wire.Flush())
+        assert caught.value.code == Code.IO
+        disk.broken = False
+        await until(lambda: not store.parts.disk.sick)
+        await engine.call(wire.Flush())
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        assert await engine.get(keys) == 149
+
+
+async def test_runs_whose_pages_are_all_freed_leave_the_catalogue(tmp_path: Path) -> None:
+    """Pages of a run that never had an item are not counted as stored for ever."""
+    keys = tokens(*range(1, 21))
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec(GROUPS))
+        await engine.put(keys, wants=state_at(19))
+        await engine.call(wire.Flush())
+        await engine.put(keys, wants=state_at(3, 11))
+        await engine.call(wire.Flush())
+        drop_host(store)
+        store.parts.persist.evict(1 << 40)
+        assert store.parts.disk.used_bytes == 0
+        assert store.parts.disk.stats["runs"] == 0
+
+
+async def test_a_full_disk_evicts_no_more_than_it_needs(tmp_path: Path) -> None:
+    """While freed cells wait for their sync, further writes do not push out further pages."""
+    async with storing(tmp_path, host=16 * MIB, disk=4 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for n in range(200):
+            await engine.put(tokens(*range(100 * n, 100 * n + 10)))
+        await until(lambda: not store.parts.persist.pending)
+        written, capacity = store.parts.counts["pages_written_disk"], 4 * MIB // 4096
+        kept = written - store.parts.counts["pages_evicted_disk"]
+        assert written >= 1990
+        assert kept >= capacity // 2
+
+
+async def test_caches_that_hold_nothing_are_not_kept_on_disk(tmp_path: Path) -> None:
+    """A record for each tenant who was ever here would outlive all of them."""
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        for n in range(5):
+            await engine.open(spec(salt=bytes([n])))
+            await engine.put(tokens(n))
+            await engine.call(wire.Flush())
+        drop_host(store)
+        store.parts.persist.evict(1 << 40)
+    async with storing(tmp_path) as store:
+        assert store.parts.caches == {}
+        assert store.parts.disk.caches() == {}
+    async with storing(tmp_path) as store:
+        assert store.parts.disk.caches() == {}
+
+
+BIG_STATE = GroupSpec(Kind.STATE, 1, 1, 300_000)
+
+
+async def test_large_state_points_survive_a_restart(tmp_path: Path) -> None:
+    """Items of several slots, in runs of their own."""
+    keys = tokens(1, 2, 3)
+    async with storing(tmp_path, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec((FULL, BIG_STATE)))
+        await engine.put(keys)
+        await engine.call(wire.Flush())
+        await engine.put(keys, wants=state_at(1, 2))
+        await engine.call(wire.Flush())
+    async with storing(tmp_path, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec((FULL, BIG_STATE)))
+        assert await engine.get(keys) == 3
+        assert await engine.get(keys[:16]) == 2
