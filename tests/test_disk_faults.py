@@ -14,7 +14,7 @@ import pytest
 
 from kvtier.identity import GroupSpec, chain_keys
 from kvtier.tiers.extentfile import Calls
-from kvtier.types import Kind
+from kvtier.types import Kind, KvtierError
 from tests import powercut
 from tests.diskkit import KIB, MIB, Owner, spec
 from tests.diskwriter import CAPACITY, SPEC
@@ -191,6 +191,22 @@ def test_space_that_the_file_system_lacks_is_not_tried_for_a_while(tmp_path, mon
         monkeypatch.setattr(disk, "UNPARK_S", 0.0)
         assert outcome(owner, cache, 32)[1] == ""
         assert owner.tier.stats["parked_bytes"] == 0
+
+
+def test_closing_does_not_wait_for_a_stuck_device(tmp_path, caplog):
+    """A call that never returns: close ends, says so, and leaves the folder locked."""
+    calls = Failing()
+    owner = Owner(tmp_path / "d", calls=calls)
+    cache = owner.cache()
+    owner.write(cache, 1, 4)
+    calls.gate.clear()
+    assert owner.submit(cache, 2, owner.items(cache, 2, 4), keys=owner.keys(cache, 2, 4))
+    owner.tier.close(0.1)
+    assert "stays locked" in caplog.text
+    with pytest.raises(KvtierError, match="in use by process"):
+        Owner(tmp_path / "d")
+    calls.gate.set()
+    owner.wait(lambda: 2 in owner.results)
 
 
 @contextlib.contextmanager
