@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from typing import NamedTuple
 
@@ -138,6 +139,8 @@ class Loads:
             return
         if isinstance(cache.index, RadixIndex):
             where = cache.index.cut_at(where, m.page)
+        seconds = time.time(), time.monotonic()
+        self.space.persist.evictions.note(cache.index, where, 0, where.pages, Tier.DISK, f"lost: {reason}", *seconds)
         cut = cache.index.cut(where)
         cache.release(cut.freed, self.disk)
         self.counts["pages_cut"] += cut.pages
