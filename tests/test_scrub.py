@@ -93,7 +93,7 @@ async def test_rot_on_disk_is_written_again_from_host(tmp_path: Path) -> None:
         engine = await filled(store)
         rot_disk(tmp_path, 4)
         await sweep(store)
-        assert store.parts.counts["disk_checksum"] == 1
+        assert store.parts.counts["load_checksum"] == 1
         await engine.call(wire.Flush())
         engine.leave()
         assert idle(store) == []
@@ -124,5 +124,5 @@ async def test_it_runs_by_itself(tmp_path: Path, rate: float) -> None:
         await filled(store)
         rot_disk(tmp_path, 2)
         async with asyncio.timeout(30):
-            while not store.parts.counts["disk_checksum"]:
+            while not store.parts.counts["load_checksum"]:
                 await asyncio.sleep(0.01)

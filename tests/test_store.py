@@ -425,7 +425,7 @@ async def test_damaged_bytes_on_disk_are_a_miss_counted_and_cut(tmp_path: Path) 
             file.seek(raw.index(needle) + 123)
             file.write(bytes([needle[123] ^ 1]))
         assert await engine.get(keys) == 4
-        assert store.parts.counts["disk_checksum"] == 1
+        assert store.parts.counts["load_checksum"] == 1
         assert (await engine.match(keys)).pages == 4
         assert await engine.put(keys, start=4) == 4
         assert await engine.get(keys) == 8

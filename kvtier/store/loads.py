@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from typing import NamedTuple
 
@@ -131,7 +132,7 @@ class Loads:
         The caller holds a lease of its own; a host copy that others hold too is left for later.
         """
         index = cache.index
-        self.counts[f"{Tier(tier).name.lower()}_{reason}"] += 1
+        self.counts[f"load_{reason}" if tier == Tier.DISK else f"host_{reason}"] += 1
         log.warning("cache %s page %d group %d: copy lost (%s)", cache.id.hex()[:12], m.page, m.group, reason)
         if reason in {"io", "closing"} or m.node.dead:
             return  # the device may come back; the bytes were not wrong
@@ -151,6 +152,8 @@ class Loads:
             return
         if isinstance(index, RadixIndex):
             where = index.cut_at(where, m.page)
+        seconds = time.time(), time.monotonic()
+        self.space.persist.evictions.note(index, where, 0, where.pages, Tier(tier), f"lost: {reason}", *seconds)
         cut = index.cut(where)
         cache.release(cut.freed, self.disk)
         self.counts["pages_cut"] += cut.pages
