@@ -199,13 +199,21 @@ def test_closing_does_not_wait_for_a_stuck_device(tmp_path, caplog):
     owner = Owner(tmp_path / "d", calls=calls)
     cache = owner.cache()
     owner.write(cache, 1, 4)
-    calls.gate.clear()
+    real, inside, leave = calls.pwritev, threading.Event(), threading.Event()
+
+    def pwritev(*args):
+        inside.set()
+        leave.wait()
+        return real(*args)
+
+    calls.pwritev = pwritev
     assert owner.submit(cache, 2, owner.items(cache, 2, 4), keys=owner.keys(cache, 2, 4))
+    assert inside.wait(10)
     owner.tier.close(0.1)
     assert "stays locked" in caplog.text
     with pytest.raises(KvtierError, match="in use by process"):
         Owner(tmp_path / "d")
-    calls.gate.set()
+    leave.set()
     owner.wait(lambda: 2 in owner.results)
 
 
