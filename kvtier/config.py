@@ -49,6 +49,13 @@ class Disk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Room for pages; 0: no disk tier."""
 
 
+class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Metrics and health over HTTP, on 127.0.0.1 only."""
+
+    port: int = 9477
+    """Where /metrics and /healthz are served; 0: nowhere. A port that is taken is logged and tried again."""
+
+
 class Caps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds on engines."""
 
@@ -65,6 +72,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Host = Host()
     disk: Disk = Disk()
     caps: Caps = Caps()
+    http: Http = Http()
     drain_s: float = 10.0
     """Seconds within which the daemon ends after SIGTERM."""
 
@@ -95,6 +103,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("caps.instance", "a share in (0, 1]", self.caps.instance)
         if not 1 <= self.caps.connections <= 1 << 20:
             raise bad("caps.connections", "1..1048576", self.caps.connections)
+        if not 0 <= self.http.port < 1 << 16:
+            raise bad("http.port", "0..65535", self.http.port)
         if not 0 <= self.drain_s <= 3600:
             raise bad("drain_s", "0..3600 seconds", self.drain_s)
 

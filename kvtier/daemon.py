@@ -9,7 +9,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import msgspec
 import uvloop
 
 from kvtier import __version__
+from kvtier.companions import Companions, notify
 from kvtier.config import Config, load, settings, variable
 from kvtier.limits import check_budget, default_budget
 from kvtier.server import Limits, Server
@@ -71,10 +71,11 @@ async def serve(config: Config) -> None:
     gc.disable()  # the store makes no cycles, and a collection would stop every engine
     gc.collect()
     gc.freeze()
+    companions = Companions(config.http.port, config.engine_socket, config.admin_socket)
     notify("READY=1")
     _log.info("serving %s, operators at %s", config.engine_socket, config.admin_socket)
     await stop.wait()
-    await _drain(config, server, store)
+    await _drain(config, server, store, companions)
 
 
 def _loaded(task: asyncio.Task[None], stop: asyncio.Event) -> None:
@@ -88,7 +89,7 @@ def _loaded(task: asyncio.Task[None], stop: asyncio.Event) -> None:
         _log.info("the catalogue is indexed")
 
 
-async def _drain(config: Config, server: Server, store: Store) -> None:
+async def _drain(config: Config, server: Server, store: Store, companions: Companions) -> None:
     """End within the time that the settings give."""
     notify("STOPPING=1")
     _log.info("draining for at most %.0f s", config.drain_s)
@@ -101,6 +102,7 @@ async def _drain(config: Config, server: Server, store: Store) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(end + 1.0):
             await store.drain(max(0.0, end - loop.time()))
+    await companions.stop()
     await server.close()
     _log.info("ended")
 
@@ -111,15 +113,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES)
         mallopt(_M_MMAP_THRESHOLD, KEEP_BYTES // 2)
-
-
-def notify(state: str) -> None:
-    """Tell systemd, where it asks."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock, contextlib.suppress(OSError):
-        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
 def _flags(command: Callable[..., None]) -> Callable[..., None]:

@@ -428,6 +428,10 @@ class Check(Message):
     """Run the invariants now; the reply lists what is broken."""
 
 
+class Metrics(Message):
+    """Every counter, gauge and histogram, for kvtierctl top and the HTTP port."""
+
+
 VERBS: Final[dict[type[Message], int]] = {
     Hello: 1,
     Bye: 2,
@@ -458,10 +462,11 @@ VERBS: Final[dict[type[Message], int]] = {
     Caches: 97,
     Tree: 98,
     Check: 99,
+    Metrics: 100,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 
-ADMIN: Final = frozenset({Status, Caches, Tree, Check})
+ADMIN: Final = frozenset({Status, Caches, Tree, Check, Metrics})
 """Verbs served on the admin socket only."""
 
 ERROR_VERB: Final = 0

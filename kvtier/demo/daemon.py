@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -20,12 +21,16 @@ STOP_S: Final = 20.0
 class Daemon:
     """Starts, kills and restarts kvtierd with its sockets, disk tier and log in `home`; a context manager."""
 
-    def __init__(self, home: Path, *, host: str, disk: str) -> None:
-        """`host` and `disk` are sizes of the tiers, such as 64MiB."""
+    def __init__(
+        self, home: Path, *, host: str, disk: str, flags: Sequence[str] = (), env: dict[str, str] | None = None
+    ) -> None:
+        """`host` and `disk` are sizes of the tiers, such as 64MiB; `flags` and `env` are more for the command."""
         self.home = home
         self.socket = home / "kvtierd.sock"
         self.log = home / "kvtierd.log"
         self._sizes = (host, disk)
+        self._flags = ["--http-port=0", *flags]
+        self._env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -35,8 +40,8 @@ class Daemon:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "kvtier.daemon", *flags, f"--disk-path={self.home / 'disk'}"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=self.home,
+                [sys.executable, "-m", "kvtier.daemon", *flags, f"--disk-path={self.home / 'disk'}", *self._flags],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment | self._env, cwd=self.home,
             )  # fmt: skip
         deadline = time.monotonic() + START_S
         while not self._answers():

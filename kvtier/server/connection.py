@@ -13,6 +13,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.frames import Frame, Frames
+from kvtier.server.stats import Stats
 from kvtier.types import Code, KvtierError
 
 Result = wire.Message | Awaitable[wire.Message]
@@ -50,6 +51,7 @@ class Shared:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.stats = Stats()
         self.connections: set[Connection] = set()
         self.arriving = 0
         """Accepted sockets on which no frames flow yet."""
@@ -188,6 +190,7 @@ class Connection(asyncio.Protocol):
 
     def _request(self, frame: Frame) -> None:
         """Serve one frame; whatever is wrong with it, the connection goes on."""
+        start = time.perf_counter()
         try:
             message = wire.decode_request(frame.verb, frame.body)
             result = self._dispatch(frame, message)
@@ -196,8 +199,9 @@ class Connection(asyncio.Protocol):
             return
         if isinstance(result, wire.Message):
             self._reply(frame.verb, frame.request, result)
+            self._shared.stats.took(frame.verb, time.perf_counter() - start)
         elif result is not None:
-            self._start(frame.verb, frame.request, result)
+            self._start(frame.verb, frame.request, result, start)
 
     def _dispatch(self, frame: Frame, message: wire.Message) -> Result | None:
         """The reply, something to await for it, or None where it comes later."""
@@ -214,16 +218,17 @@ class Connection(asyncio.Protocol):
             raise KvtierError(Code.BUSY, f"{len(self._tasks)} requests are in flight on this connection")
         return self._serve(message)
 
-    def _start(self, verb: int, request: int, result: Awaitable[wire.Message]) -> None:
+    def _start(self, verb: int, request: int, result: Awaitable[wire.Message], start: float) -> None:
         """Reply when `result` is there."""
         task = asyncio.ensure_future(result)
         self._tasks[request] = task
         self._shared.tasks.add(task)
-        task.add_done_callback(partial(self._finish, verb, request))
+        task.add_done_callback(partial(self._finish, verb, request, start))
 
-    def _finish(self, verb: int, request: int, task: asyncio.Future[wire.Message]) -> None:
+    def _finish(self, verb: int, request: int, start: float, task: asyncio.Future[wire.Message]) -> None:
         """Send the reply of a request that was in flight."""
         del self._tasks[request]
+        self._shared.stats.took(verb, time.perf_counter() - start)
         self._shared.tasks.discard(task)
         if task.cancelled():
             self._refuse(request, KvtierError(Code.CANCELLED, "cancelled; no byte of it moves any more"))
@@ -290,16 +295,20 @@ class Connection(asyncio.Protocol):
             self._refuse(request, exc)
         else:
             self._send(raw)
+        if isinstance(reply, wire.Reserved | wire.Stored) and reply.refused:
+            self._shared.stats.refuse(reply.refused)
 
     def _refuse(self, request: int, exc: BaseException) -> None:
         """Answer with an error."""
         if not isinstance(exc, KvtierError):
             _log.error("internal error in a request", exc_info=exc)
             exc = KvtierError(Code.INTERNAL, "internal error; the daemon's log has its traceback")
+        self._shared.stats.refuse(exc.code.value)
         self._send(error_frame(request, exc))
 
     def _last_word(self, request: int, exc: KvtierError) -> None:
         """Answer with an error and close: the stream cannot be followed any further."""
+        self._shared.stats.refuse(exc.code.value)
         self._send(error_frame(request, exc))
         self._ending = True
         self._close()

@@ -111,6 +111,7 @@ class Server:
         if len(self._shared.connections) + self._shared.arriving < self._limits.connections:
             return False
         error = KvtierError(Code.BUSY, f"{self._limits.connections} connections are open")
+        self._shared.stats.refuse(error.code.value)
         try_send(sock, error_frame(0, error))
         sock.close()
         return True
@@ -249,7 +250,19 @@ class Server:
         verb = self._store.admin.get(type(message))
         if verb is None:
             raise KvtierError(Code.FORBIDDEN, f"{type(message).__name__} is not served on the admin socket", "verb")
-        return verb(message)
+        reply = verb(message)
+        if isinstance(message, wire.Metrics) and isinstance(reply, wire.Info):
+            reply.data["server"] = self._numbers()
+        return reply
+
+    def _numbers(self) -> dict[str, object]:
+        """What the server adds to the store's metrics."""
+        return {
+            "connections": len(self._shared.connections),
+            "requests_in_flight": len(self._shared.tasks),
+            "sessions": len(self.sessions),
+            **self._shared.stats.data(),
+        }
 
 
 def _check_name(field: str, name: str) -> None:

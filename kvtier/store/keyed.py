@@ -41,6 +41,9 @@ class Keys:
         found = cache.keyed.find
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
         cache.counts["keys_asked"] += len(names)
+        self.parts.counts["keys_asked"] += len(names)
+        for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK):
+            self.parts.counts[f"keys_hit_{tier.name.lower()}"] += states.count(Presence[tier.name])
         cache.counts["keys_hit"] += len(names) - states.count(Presence.MISS) - states.count(Presence.PENDING)
         return Existence(states)
 

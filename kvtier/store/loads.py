@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from typing import NamedTuple
 
@@ -151,6 +152,8 @@ class Loads:
             return
         if isinstance(index, RadixIndex):
             where = index.cut_at(where, m.page)
+        seconds = time.time(), time.monotonic()
+        self.space.persist.evictions.note(index, where, 0, where.pages, Tier(tier), f"lost: {reason}", *seconds)
         cut = index.cut(where)
         cache.release(cut.freed, self.disk)
         self.counts["pages_cut"] += cut.pages

@@ -139,6 +139,7 @@ class Parts:
             if not (index.nodes or index.doomed or index.root.refs or cache.reservations):
                 del self.caches[cache.number], self.ids[cache.id]
                 del self.space.caches[index], self.persist.caches[index]
+                self.persist.evictions.forget(index)
         known = {cache.base for cache in self.caches.values()}
         self.epochs = {base: epoch for base, epoch in self.epochs.items() if base in known}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from kvtier.index import Node, Order
 from kvtier.store.cache import Cache
+from kvtier.store.evictions import Evictions
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
 from kvtier.tiers.records import Item
@@ -57,6 +59,7 @@ class Persist:
         self.disk = disk
         self.counts = counts
         self.order = Order(Tier.DISK)
+        self.evictions = Evictions()
         self.caches: dict[Any, Cache] = {}
         self.queue: deque[Entry] = deque()
         self.pending: dict[Entry, None] = {}
@@ -307,10 +310,12 @@ class Persist:
             lo, hi = index.tail(node, Tier.DISK)
             if lo == hi:
                 continue
+            self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), time.monotonic())
             for dropped in index.drop(node, lo, hi, Tier.DISK):
                 disk.free(dropped.handles)
                 freed += len(dropped.handles) * cache.item_bytes[dropped.group]
             self.counts["pages_evicted_disk"] += hi - lo
+            self.counts["evictions_disk"] += 1
             index.settle(node)
             index.requeue(node, Tier.DISK)
         return freed > 0

@@ -81,6 +81,35 @@ class Report:
             }
         )
 
+    def metrics(self, msg: wire.Metrics) -> wire.Info:
+        """Numbers for the HTTP port and `top`: sums only, nothing that grows with caches or engines."""
+        del msg
+        parts = self.parts
+        held = list(parts.instances.values())
+        caches = list(parts.caches.values())
+        return wire.Info(
+            {
+                "version": self.version,
+                "uptime_s": time.time() - self.started,
+                "rss_bytes": psutil.Process().memory_info().rss,
+                "tiers": self._tiers(),
+                "caches": len(caches),
+                "pages": sum(c.index.pages for c in caches),
+                "nodes": sum(c.index.nodes for c in caches),
+                "instances": len(held),
+                "leases": sum(len(i.leases) for i in held),
+                "reservations": sum(len(i.reservations) for i in held),
+                "held_bytes": sum(i.held_bytes for i in held),
+                "queues": {
+                    "mover_jobs": parts.mover.running,
+                    "disk_pages": parts.persist.queued_pages,
+                    "loads": len(parts.loads.moving),
+                    "reservations_waiting": len(parts.waiting),
+                },
+                "counters": dict(parts.counts),
+            }
+        )
+
     def caches(self, msg: wire.Caches) -> wire.Info:
         """One row per cache."""
         del msg

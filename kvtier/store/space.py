@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -102,6 +103,8 @@ class Space:
             lo, hi = index.tail(node, Tier.HOST)
             if self._unsaved_from(cache, node, lo, hi) < hi:
                 self.counts["pages_lost_unsaved"] += hi - lo
+            why = "no room in host"
+            self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), time.monotonic())
             for dropped in index.drop(node, lo, hi, Tier.HOST):
                 cache.pool.free(dropped.group, dropped.handles)
                 left[dropped.group] -= len(dropped.handles)

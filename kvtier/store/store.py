@@ -73,6 +73,7 @@ class Store:
             wire.Caches: self.report.caches,
             wire.Tree: self.report.tree,
             wire.Check: self.report.check,
+            wire.Metrics: self.report.metrics,
             wire.Flush: self.flush_all,
         }
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.index import Node
+from kvtier.store import misses
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Instance, Lease, Path, Process
 from kvtier.store.loads import Missing
@@ -59,16 +60,10 @@ class Tokens:
             raise bad("keys", f"whole page keys of {cache.index.stride} bytes", len(msg.keys))
         instance.add_path(number, path, msg.keys)
         found = cache.radix.match(path.keys, self.parts.now())
-        self._count(cache, path, found.pages, bool(msg.handle))
-        return Matched(number, found.pages, _segments(cache, found.node, found.pages), found.pending)
-
-    @staticmethod
-    def _count(cache: Cache, path: Path, pages: int, again: bool) -> None:
-        """One request counts once, however often it polls."""
-        if not again:
-            cache.counts["requests"] += 1
-            cache.counts["pages_asked"] += len(path.keys) // cache.index.stride
-            cache.counts["pages_hit"] += pages
+        parts = segments(cache, found.node, found.pages)
+        if not msg.handle:  # a request counts once, however often it polls
+            misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
+        return Matched(number, found.pages, parts, found.pending)
 
     def forget(self, process: Process, msg: Forget) -> Ok:
         """Drop a handle."""
@@ -282,7 +277,7 @@ def _pages_mask(want: Want, msg: Reserve) -> Mask:
     return mask
 
 
-def _segments(cache: Cache, node: Node, pages: int) -> tuple[Segment, ...]:
+def segments(cache: Cache, node: Node, pages: int) -> tuple[Segment, ...]:
     """Which tier serves which part of a match best, by the first anchor group."""
     out: list[Segment] = []
     group = cache.index.anchors[0]

@@ -1,0 +1,204 @@
+"""What the daemon counts, as Prometheus metrics. Labels have few values, all known beforehand.
+
+`python -m kvtier.metrics` prints docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+Data = Mapping[str, Any]
+Samples = Mapping[str, float]
+"""Value by label value; the key of a metric without a label is empty."""
+
+
+class Shown(NamedTuple):
+    """One metric: how it is called and where its value is in the daemon's numbers."""
+
+    name: str
+    kind: type[CounterMetricFamily | GaugeMetricFamily]
+    help: str
+    label: str
+    read: Callable[[Data], Samples]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _count(name: str) -> Callable[[Data], Samples]:
+    """One counter of the store."""
+    return lambda data: {"": data["counters"].get(name, 0)}
+
+
+def _by(prefix: str, suffix: str = "") -> Callable[[Data], Samples]:
+    """Counters that share a prefix, by the rest of their names."""
+    return lambda data: {
+        name[len(prefix) : len(name) - len(suffix)]: value
+        for name, value in data["counters"].items()
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+
+
+def _top(name: str) -> Callable[[Data], Samples]:
+    """One number of the whole."""
+    return lambda data: {"": data[name]}
+
+
+def _tiers(field: str) -> Callable[[Data], Samples]:
+    """One number of each tier that has it."""
+    return lambda data: {name: tier[field] for name, tier in data["tiers"].items() if field in tier}
+
+
+def _disk(field: str) -> Callable[[Data], Samples]:
+    """One number of the disk tier, where there is one."""
+    return lambda data: {"": data["tiers"].get("disk", {}).get(field, 0)}
+
+
+def _hit_tokens(data: Data) -> float:
+    return sum(_by("tokens_hit_")(data).values())
+
+
+C: Final = CounterMetricFamily
+G: Final = GaugeMetricFamily
+
+METRICS: Final = (
+    Shown("kvtier_requests", C, "Prompts that were matched, each once.", "", _count("requests")),
+    Shown("kvtier_requests_hit", C, "Prompts of which at least one page was cached.", "", _count("requests_hit")),
+    Shown("kvtier_tokens_asked", C, "Tokens in whole pages of those prompts.", "", _count("tokens_asked")),
+    Shown("kvtier_tokens_hit", C, "Tokens served, by the fastest tier that had them.", "tier", _by("tokens_hit_")),
+    Shown("kvtier_tokens_missed", C, "Tokens not served: absent, evicted, lost, pending (being computed), "
+          "rule (a window or state is missing).", "reason", _by("tokens_missed_")),
+    Shown("kvtier_keys_asked", C, "Opaque keys asked for, polls included.", "", _count("keys_asked")),
+    Shown("kvtier_keys_hit", C, "Opaque keys that were there, by tier.", "tier", _by("keys_hit_")),
+    Shown("kvtier_hit_ratio", G, "Tokens served of tokens asked since the start; for a window use the rates of both.",
+          "", lambda d: {"": _ratio(_hit_tokens(d), d["counters"].get("tokens_asked", 0))}),
+    Shown("kvtier_matched_prefix_tokens", G, "Average matched prefix in tokens since the start.",
+          "", lambda d: {"": _ratio(_hit_tokens(d), d["counters"].get("requests", 0))}),
+    Shown("kvtier_eviction_batches", C, "Times that pages left a tier for want of room; evicted pages over this is the "
+          "size of a batch.", "tier", _by("evictions_")),
+    Shown("kvtier_evicted_pages", C, "Pages that left a tier for want of room.", "tier", _by("pages_evicted_")),
+    Shown("kvtier_lost_unsaved_pages", C, "Pages evicted from host that no disk had taken.", "",
+          _count("pages_lost_unsaved")),
+    Shown("kvtier_moved_bytes", C, "Bytes moved, as from_to.", "direction", _by("bytes_")),
+    Shown("kvtier_relocated_pages", C, "Pages moved within host to empty a slab.", "", _count("pages_relocated")),
+    Shown("kvtier_disk_written_pages", C, "Pages made durable.", "", _count("pages_written_disk")),
+    Shown("kvtier_disk_refused_pages", C, "Pages that the disk tier did not take, by reason.", "reason",
+          _by("refused_disk_")),
+    Shown("kvtier_load_failures", C, "Loads that brought nothing, by reason.", "reason",
+          lambda d: {**_by("load_")(d), **_by("loads_")(d)}),
+    Shown("kvtier_checksum_failures", C, "Payloads and records on disk that did not check out.", "",
+          _disk("checksum_failures")),
+    Shown("kvtier_cut_pages", C, "Pages forgotten because a page before them was lost.", "", _count("pages_cut")),
+    Shown("kvtier_disk_io_errors", C, "Failed reads and writes of the disk tier.", "",
+          lambda d: {"": _disk("io_errors")(d)[""] + _disk("write_errors")(d)[""]}),
+    Shown("kvtier_disk_sick", G, "1 while writes to the disk tier fail.", "",
+          lambda d: {"": float(bool(d["tiers"].get("disk", {}).get("sick")))}),
+    Shown("kvtier_tier_used_bytes", G, "Bytes in use.", "tier", _tiers("used_bytes")),
+    Shown("kvtier_tier_free_bytes", G, "Bytes free.", "tier", _tiers("free_bytes")),
+    Shown("kvtier_queue_depth", G, "What waits: jobs in worker threads (mover_jobs), pages on their way to disk "
+          "(disk_pages), items being loaded (loads), commits that wait for a parent (reservations_waiting), "
+          "requests in flight (requests).", "queue",
+          lambda d: d["queues"] | {"requests": d["server"]["requests_in_flight"]}),
+    Shown("kvtier_refused", C, "Requests refused, in whole or part, by error code.", "code",
+          lambda d: d["server"]["refused"]),
+    Shown("kvtier_leases", G, "Leases that engines hold.", "", _top("leases")),
+    Shown("kvtier_reservations", G, "Reservations that engines hold.", "", _top("reservations")),
+    Shown("kvtier_held_bytes", G, "Host bytes in leases and reservations.", "", _top("held_bytes")),
+    Shown("kvtier_instances", G, "Attached engines.", "", _top("instances")),
+    Shown("kvtier_connections", G, "Open connections.", "", lambda d: {"": d["server"]["connections"]}),
+    Shown("kvtier_caches", G, "Caches known.", "", _top("caches")),
+    Shown("kvtier_pages", G, "Pages known, in whatever tier.", "", _top("pages")),
+    Shown("kvtier_nodes", G, "Nodes of the trees.", "", _top("nodes")),
+    Shown("kvtier_uptime_seconds", G, "Seconds since the start.", "", _top("uptime_s")),
+    Shown("kvtier_resident_bytes", G, "Resident memory of the daemon, arenas included.", "", _top("rss_bytes")),
+)  # fmt: skip
+
+LATENCY: Final = "kvtier_request_seconds"
+LATENCY_HELP: Final = "Seconds from a request's last byte to its reply, by verb."
+UP: Final = "kvtier_up"
+UP_HELP: Final = "1 when the serving loop gave these numbers; 0 when it did not answer."
+VERSION: Final = "kvtier_build_info"
+VERSION_HELP: Final = "Always 1; the version is the label."
+
+
+def _latency(server: Data) -> HistogramMetricFamily:
+    """Latency per verb."""
+    family = HistogramMetricFamily(LATENCY, LATENCY_HELP, labels=["verb"])
+    for verb, row in sorted(server["verbs"].items()):
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip([*map(str, server["bounds_s"]), "+Inf"], row["buckets"], strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric([verb], buckets, row["seconds"])
+    return family
+
+
+def families(data: Data | None) -> Iterator[Metric]:
+    """Every metric; without numbers only that the daemon is down."""
+    yield GaugeMetricFamily(UP, UP_HELP, 1 if data else 0)
+    if not data:
+        return
+    info = GaugeMetricFamily(VERSION, VERSION_HELP, labels=["version"])
+    info.add_metric([data["version"]], 1)
+    yield info
+    for shown in METRICS:
+        family = shown.kind(shown.name, shown.help, labels=[shown.label] if shown.label else None)
+        for value, number in sorted(shown.read(data).items()):
+            family.add_metric([value] if shown.label else [], number)
+        yield family
+    yield _latency(data["server"])
+
+
+class _Once(Collector):
+    """One answer of the daemon."""
+
+    def __init__(self, data: Data | None) -> None:
+        self._data = data
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric."""
+        return families(self._data)
+
+
+def render(data: Data | None) -> bytes:
+    """The text that is scraped; `data` is the reply to wire.Metrics, None where there was none."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Once(data))
+    return generate_latest(registry)
+
+
+def names() -> list[tuple[str, str, str, str]]:
+    """(name as scraped, kind, label, help) of every metric."""
+    rows = [(UP, "gauge", "", UP_HELP), (VERSION, "gauge", "version", VERSION_HELP)]
+    for shown in METRICS:
+        counter = shown.kind is CounterMetricFamily
+        rows.append((shown.name + "_total" * counter, "counter" if counter else "gauge", shown.label, shown.help))
+    return [*rows, (LATENCY, "histogram", "verb", LATENCY_HELP)]
+
+
+def document() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated by `python -m kvtier.metrics`; do not edit.",
+        "",
+        "`http://127.0.0.1:9477/metrics` (`http.port`), in the Prometheus text format. No label carries a name that an",
+        "engine chose. `/healthz`: 200 while the serving loop answers and engines can connect, else 503 and why.",
+        "",
+        "| metric | kind | label | meaning |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| `{name}` | {kind} | {label and f'`{label}`'} | {text} |" for name, kind, label, text in names()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(document(), end="")  # noqa: T201 - that is its purpose
