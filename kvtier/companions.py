@@ -17,8 +17,11 @@ from typing import Final
 
 from kvtier import wire
 from kvtier.frames import Frames
+from kvtier.types import bad
 
 RESTART_S: Final = 5.0
+FIRST_FD: Final = 3
+"""Where systemd puts the first socket that it passes."""
 _log = logging.getLogger("kvtier.daemon")
 
 
@@ -37,6 +40,21 @@ def watchdog_s(env: Mapping[str, str] = os.environ) -> float:
         return 0.0
     text = env.get("WATCHDOG_USEC", "0")
     return int(text) / 1e6 if text.isdecimal() else 0.0
+
+
+def passed_sockets(env: Mapping[str, str] = os.environ) -> dict[str, socket.socket]:
+    """Listening sockets that systemd passed, by name; empty where it passed none to this process."""
+    if env.get("LISTEN_PID") != str(os.getpid()):
+        return {}
+    names = env.get("LISTEN_FDNAMES", "").split(":")
+    found = {}
+    for number in range(int(env.get("LISTEN_FDS", "0"))):
+        name = names[number] if number < len(names) else ""
+        if name not in {"engine", "admin"}:
+            raise bad(f"LISTEN_FDNAMES[{number}]", "engine or admin", name)
+        os.set_inheritable(FIRST_FD + number, False)
+        found[name] = socket.socket(fileno=FIRST_FD + number)
+    return found
 
 
 class Watchdog:

@@ -20,7 +20,7 @@ import msgspec
 import uvloop
 
 from kvtier import __version__
-from kvtier.companions import Companions, notify
+from kvtier.companions import Companions, notify, passed_sockets
 from kvtier.config import Config, load, settings, variable
 from kvtier.limits import check_budget, default_budget
 from kvtier.server import Limits, Server
@@ -66,7 +66,7 @@ async def serve(config: Config) -> None:
     store = build_store(config, loop)
     store.start().add_done_callback(lambda task: _loaded(task, stop))
     limits = Limits(connections=config.caps.connections)
-    server = Server(store, config.engine_socket, config.admin_socket, limits, lock)
+    server = Server(store, config.engine_socket, config.admin_socket, limits, lock, passed_sockets())
     await server.start()
     gc.disable()  # the store makes no cycles, and a collection would stop every engine
     gc.collect()

@@ -27,7 +27,9 @@ def admin_path(engine: Path) -> Path:
 
 
 def state_path(env: Mapping[str, str] = os.environ) -> Path:
-    """The state folder: /var/lib/kvtier for root where it can be made, else below $XDG_STATE_HOME."""
+    """The state folder: systemd's $STATE_DIRECTORY, /var/lib/kvtier for root, else below $XDG_STATE_HOME."""
+    if env.get("STATE_DIRECTORY"):
+        return Path(env["STATE_DIRECTORY"].split(":")[0])
     if os.geteuid() == 0 and os.access(_existing(SYSTEM_STATE), os.W_OK):
         return SYSTEM_STATE
     home = env.get("XDG_STATE_HOME")

@@ -82,14 +82,24 @@ def _clear(path: Path) -> None:
 
 
 class Listener:
-    """Hands accepted non-blocking sockets to `accepted` until closed."""
+    """Hands accepted non-blocking sockets to `accepted` until closed.
 
-    def __init__(self, path: Path, mode: int, accepted: Callable[[socket.socket], None]) -> None:
+    `passed` is a socket that listens at `path` already and belongs to whoever passed it: its file stays.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        mode: int,
+        accepted: Callable[[socket.socket], None],
+        passed: socket.socket | None = None,
+    ) -> None:
         self.path = path
         self._accepted = accepted
         self._loop = asyncio.get_running_loop()
-        self._sock = bind(path, mode)
-        self._inode = path.lstat().st_ino
+        self._sock = bind(path, mode) if passed is None else passed
+        self._sock.setblocking(False)
+        self._inode = path.lstat().st_ino if passed is None else 0
         self._retry: asyncio.TimerHandle | None = None
         self._loop.add_reader(self._sock.fileno(), self._accept)
 

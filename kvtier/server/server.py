@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -38,8 +38,12 @@ class Server:
         admin: Path | None = None,
         limits: Limits | None = None,
         lock: PathLock | None = None,
+        passed: Mapping[str, socket.socket] | None = None,
     ) -> None:
-        """`lock`: the path's, where the caller has claimed it already; released by `close`."""
+        """`lock`: the path's, where the caller has claimed it already; released by `close`.
+
+        `passed`: listening sockets by name ("engine", "admin") instead of own ones at the paths.
+        """
         self._store = store
         self._path = path
         self._admin_path = admin
@@ -51,6 +55,7 @@ class Server:
         self._listeners: list[Listener] = []
         self._closing = False
         self._lock = lock
+        self._passed = passed or {}
 
     async def start(self) -> None:
         """Listen. Raises KvtierError when a path is taken or cannot be used."""
@@ -58,9 +63,10 @@ class Server:
         self._lock = self._lock or PathLock(self._path)
         self.sessions = Sessions(self._store, self._limits.drain_s)
         try:
-            self._listeners.append(Listener(self._path, ENGINE_MODE, self._engine))
+            self._listeners.append(Listener(self._path, ENGINE_MODE, self._engine, self._passed.get("engine")))
             if self._admin_path is not None:
-                self._listeners.append(Listener(self._admin_path, ADMIN_MODE, self._operator))
+                passed = self._passed.get("admin")
+                self._listeners.append(Listener(self._admin_path, ADMIN_MODE, self._operator, passed))
         except BaseException:
             self._stop_listening()
             self._lock.release()
