@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvtier.index import Node, Order
 from kvtier.store.cache import Cache
+from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
 from kvtier.tiers.records import Item
@@ -42,10 +43,11 @@ class Entry:
 class Persist:
     """Pages between host and disk. Without a disk tier every offer is refused."""
 
-    def __init__(self, disk: DiskTier | None, counts: Counter[str]) -> None:
+    def __init__(self, disk: DiskTier | None, ways: Ways) -> None:
         self.disk = disk
-        self.counts = counts
-        self.order = Order(Tier.DISK)
+        self.ways = ways
+        self.counts = ways.counts
+        self.order = Order(Tier.DISK, ways.policy(Tier.DISK))
         self.caches: dict[Any, Cache] = {}
         self.queue: deque[Entry] = deque()
         self.pending: set[Entry] = set()
@@ -249,12 +251,12 @@ class Persist:
         assert disk is not None
         freed = 0
         while freed < nbytes:
-            taken = self.order.pop()
+            taken = self.order.pop(self.ways.now())
             if taken is None:
                 break
             index, node = taken
             cache = self.caches[index]
-            lo, hi = index.tail(node, Tier.DISK)
+            lo, hi = index.tail(node, Tier.DISK, self.order.policy.share(node))
             if lo == hi:
                 continue
             for dropped in index.drop(node, lo, hi, Tier.DISK):

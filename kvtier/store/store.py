@@ -17,6 +17,7 @@ from kvtier.store.persist import flush_error
 from kvtier.store.regions import Regions
 from kvtier.store.report import Report
 from kvtier.store.tokens import Tokens
+from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import Code, KvtierError, bad
@@ -32,8 +33,16 @@ class Store:
     engine starves nobody.
     """
 
-    def __init__(self, host: HostTier, disk: DiskTier | None, *, cap: float = 0.5, version: str = "") -> None:
-        self.parts = Parts(host, disk)
+    def __init__(
+        self,
+        host: HostTier,
+        disk: DiskTier | None,
+        *,
+        cap: float = 0.5,
+        version: str = "",
+        ways: Ways | None = None,
+    ) -> None:
+        self.parts = Parts(host, disk, ways)
         self.cap_bytes = int(host.budget_bytes * cap)
         self.version = version
         self.tokens = Tokens(self.parts)
