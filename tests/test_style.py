@@ -16,8 +16,9 @@ pytestmark = pytest.mark.skipif(not FILES, reason="style is read from a checkout
 
 LAYERS = (
     {"types"},
-    {"identity", "paths"},
-    {"index", "heat", "policy", "wire", "sizing", "codec", "sources"},
+    {"identity", "paths", "sources"},
+    {"heat"},
+    {"index", "policy", "wire", "sizing", "codec"},
     {"tiers", "device", "handshake"},
     {"mover"},
     {"store"},

@@ -1,6 +1,7 @@
 """The index: which pages are cached, where their copies are, who holds them, which go first. Pure: no I/O, no clock."""
 
-from kvtier.index.base import Cut, Dropped, Index
+from kvtier.index.base import Cut, Index
+from kvtier.index.copies import Dropped
 from kvtier.index.keyed import KeyedIndex
 from kvtier.index.node import Node
 from kvtier.index.order import Order

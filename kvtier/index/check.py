@@ -57,7 +57,7 @@ def _check_copies(index: Index, node: Node) -> list[str]:
         below = sum(1 for c in (node.children or {}).values() if c.count[tier] or c.below[tier])
         if (count, below) != (node.count[tier], node.below[tier]):
             wrong.append(f"{where}: tier {tier} counts {node.count[tier]}/{node.below[tier]}, has {count}/{below}")
-        queued = bool(node.queued >> tier & 1)
+        queued = tier in index.orders and index.orders[tier].queued(node)
         free = tier in index.orders and node.tier_leaf(tier) and not node.refs
         if free and not queued and (span := index.tail(node, tier))[0] < span[1]:
             wrong.append(f"{where}: free leaf of tier {tier} that eviction cannot find")

@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from kvtier.identity import CacheSpec
 from kvtier.index.base import Index
 from kvtier.index.node import Node
-from kvtier.index.order import Order
+from kvtier.index.order import Order, Warmth
 
 
 class KeyedIndex(Index):
     """Pages of one cache by (group, key)."""
 
-    def __init__(self, spec: CacheSpec, root_chain: bytes, orders: Mapping[int, Order]) -> None:
-        super().__init__(spec, root_chain, orders)
+    def __init__(
+        self, spec: CacheSpec, root_chain: bytes, orders: Mapping[int, Order], heat: Warmth | None = None
+    ) -> None:
+        super().__init__(spec, root_chain, orders, heat)
         self.stride = spec.stride + 1
 
     @staticmethod
@@ -40,7 +42,3 @@ class KeyedIndex(Index):
             self.nodes += 1
             self.pages += 1
         return node
-
-    def touch(self, node: Node, now: float) -> None:
-        """Count a use; a later touch in one request must not come before an earlier one."""
-        node.time = max(node.time, now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,8 @@ class Node:
     """
 
     __slots__ = (
-        "at", "below", "chain", "children", "count", "dead", "depth", "edge", "live", "pages", "parent", "queued",
-        "refs", "sums", "time",
+        "at", "below", "chain", "children", "count", "dead", "depth", "edge", "heat", "keep", "live", "notes", "over",
+        "pages", "parent", "queued", "refs", "sums", "time",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, depth: int, pages: int, groups: int, time: float) -> None:
@@ -42,7 +43,15 @@ class Node:
         self.dead = False
         """Cut from the index; its copies go when the last lease does."""
         self.queued = 0
-        """Bit per tier: an entry of this node is in that tier's order."""
+        """Byte per tier: the lane of that tier's order that has an entry of this node, plus one; 0 for none."""
+        self.keep = 0.0
+        """Until when it goes after all that nobody asked to keep."""
+        self.over = False
+        """Somebody said that nothing will come after it: it goes first."""
+        self.heat: Any = None
+        """Access scores, once there are any."""
+        self.notes: list[Any] | None = None
+        """What each tier's policy notes of it."""
         self.at: list[array[int] | None] = [None] * (TIERS * groups)
         self.sums: list[array[int] | None] = [None] * groups
         self.count = [0] * TIERS

@@ -1,63 +1,256 @@
-"""Which leaf of a tier goes first: one persistent lazy heap, shared by every index whose slots are shared.
+"""Which leaf of a tier goes first: persistent lazy heaps, shared by every index whose slots are shared.
 
-An entry is not moved when its node is touched; a popped entry that is out of date goes back with the node's
-present rank, so that a touch costs nothing and an eviction O(log leaves), whatever the number of leaves.
+A policy puts each leaf in one of its lanes and ranks it there. An entry is not moved when its node is touched; a
+popped entry that is out of date goes back with the node's present rank, so that a touch costs nothing and an eviction
+O(log leaves), whatever the number of leaves.
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvtier.types import RUN_PAGES
 
 if TYPE_CHECKING:
     from kvtier.index.base import Index
+    from kvtier.index.copies import Copies
     from kvtier.index.node import Node
+
+Entry = tuple[float, int, "Node", Any]
+
+
+class Warmth(Protocol):
+    """What keeps the access scores of nodes."""
+
+    def use(self, node: Any, now: float) -> None:
+        """One logical request ended in `node`."""
+
+    def fresh(self, node: Any, now: float) -> None:
+        """`node` is new, and the request that made it was counted above it."""
+
+    def fall(self, node: Any, parent: Any) -> None:
+        """`node` goes: the parent takes over its score."""
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """`upper` is the new first part of what `lower` was."""
+
+
+class Ranking(Protocol):
+    """What an order asks of a policy; kvtier.policy.Policy says more of each."""
+
+    @property
+    def lanes(self) -> int:
+        """How many queues of leaves there are."""
+
+    def gain(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """Copies of pages [lo, hi) arrived in the tier."""
+
+    def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """Copies of pages [lo, hi) left the tier."""
+
+    def use(self, node: Any, now: float) -> None:
+        """One logical request ended in `node`."""
+
+    def fall(self, node: Any, parent: Any) -> None:
+        """The subtree of `node` left the tier."""
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """`upper` is the new first part of what `lower` was."""
+
+    def lane(self, node: Any) -> int:
+        """Which lane a leaf is in, 0 to `lanes` - 1."""
+
+    def rank(self, index: Any, node: Any) -> float:
+        """Where it stands in its lane: lower goes first."""
+
+    def pick(self, heads: Sequence[Any | None], now: float) -> int:
+        """Which lane gives the next victim, from the first leaf of each."""
+
+    def spare(self, node: Any) -> bool:
+        """Whether the victim gets another chance."""
+
+    def share(self, node: Any) -> int:
+        """How many pages of the victim may go at this rank."""
+
+
+class Recency:
+    """Least recently used: the ranking where none is asked for."""
+
+    lanes = 1
+
+    def gain(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """Nothing to note."""
+
+    def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """Nothing to note."""
+
+    def use(self, node: Any, now: float) -> None:
+        """The index keeps the time."""
+
+    def fall(self, node: Any, parent: Any) -> None:
+        """The index keeps the time."""
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """The index keeps the time."""
+
+    def lane(self, node: Any) -> int:
+        """The only one."""
+        del node
+        return 0
+
+    def rank(self, index: Any, node: Any) -> float:
+        """Time of the last use."""
+        del index
+        rank: float = node.time
+        return rank
+
+    def pick(self, heads: Sequence[Any | None], now: float) -> int:
+        """The only one."""
+        del heads, now
+        return 0
+
+    def spare(self, node: Any) -> bool:
+        """Never."""
+        del node
+        return False
+
+    def share(self, node: Any) -> int:
+        """A run."""
+        del node
+        return RUN_PAGES
 
 
 class Order:
-    """Leaves of one tier, coldest first."""
+    """Leaves of one tier, what the policy would have go first, first.
 
-    __slots__ = ("_dead", "_heap", "_tie", "tier")
+    Around the policy's lanes are two more: leaves that are known to be dead go before all others, and leaves that
+    somebody asked to keep for a while go after them, the first to run out first.
+    """
 
-    def __init__(self, tier: int) -> None:
+    __slots__ = ("_heaps", "_last", "_stale", "_tie", "policy", "tier")
+
+    def __init__(self, tier: int, policy: Ranking | None = None) -> None:
         self.tier = tier
-        self._heap: list[tuple[float, int, Node, Index]] = []
+        self.policy: Ranking = policy or Recency()
+        self._heaps: list[list[Entry]] = [[] for _ in range(self.policy.lanes + 2)]
+        self._last = self.policy.lanes + 1
         self._tie = 0
-        self._dead = 0
+        self._stale = 0
 
     def __len__(self) -> int:
-        """Entries, stale ones included; at most one a node."""
-        return len(self._heap)
+        """Entries, stale ones included."""
+        return sum(map(len, self._heaps))
 
-    def push(self, index: Index, node: Node) -> None:
-        """Let a node that just became a free leaf of the tier be found; does nothing when it is already queued."""
-        bit = 1 << self.tier
-        if node.queued & bit:
+    def queued(self, node: Node) -> bool:
+        """Whether an entry of the node is here."""
+        return node.queued >> 8 * self.tier & 255 > 0
+
+    def _queue(self, node: Node, lane: int) -> None:
+        """Note the lane that holds the node's valid entry, -1 for none."""
+        shift = 8 * self.tier
+        node.queued = node.queued & ~(255 << shift) | lane + 1 << shift
+
+    def _place(self, index: Copies, node: Node) -> tuple[int, float]:
+        """Lane and rank of a leaf now."""
+        if node.keep > node.time:
+            return self._last, node.keep
+        if index.doomed_tail(node):
+            return 0, node.time
+        return self.policy.lane(node) + 1, self.policy.rank(index, node)
+
+    def push(self, index: Copies, node: Node) -> None:
+        """Let a free leaf of the tier be found; does nothing where an entry of it is in the right lane already."""
+        lane, rank = self._place(index, node)
+        held = node.queued >> 8 * self.tier & 255
+        if held == lane + 1:
             return
-        node.queued |= bit
+        if held:
+            self._forgotten()
+        self._queue(node, lane)
         self._tie += 1
-        heapq.heappush(self._heap, (index.rank(node, self.tier), self._tie, node, index))
+        heapq.heappush(self._heaps[lane], (rank, self._tie, node, index))
 
-    def pop(self) -> tuple[Index, Node] | None:
-        """Take out the coldest leaf that nobody holds, or None. The caller trims it and puts it back if it lasts."""
-        bit = 1 << self.tier
-        while self._heap:
-            rank, tie, node, index = heapq.heappop(self._heap)
-            if node.dead or node.refs or not node.tier_leaf(self.tier):
-                node.queued &= ~bit
+    def use(self, index: Copies, node: Node, now: float) -> None:
+        """One logical request ended in `node`; where that moves it to another lane, it is queued there."""
+        self.policy.use(node, now)
+        if node.queued >> 8 * self.tier & 255:
+            self.push(index, node)
+
+    def pop(self, now: float = 0.0) -> tuple[Index, Node] | None:
+        """Take out the leaf that goes first, or None. The caller trims it and puts it back if it lasts."""
+        self._expire(now)
+        while True:
+            lane = self._pick(now)
+            if lane < 0:
+                return None
+            _, _, node, index = heapq.heappop(self._heaps[lane])
+            self._queue(node, -1)
+            if 0 < lane < self._last and self.policy.spare(node):
+                self.push(index, node)
                 continue
-            now = index.rank(node, self.tier)
-            if now > rank:
-                heapq.heappush(self._heap, (now, tie, node, index))
-                continue
-            node.queued &= ~bit
             return index, node
+
+    def _expire(self, now: float) -> None:
+        """Leaves that were to be kept until now are like any other again."""
+        kept = self._heaps[self._last]
+        while kept and kept[0][0] <= now:
+            _, _, node, index = heapq.heappop(kept)
+            if node.queued >> 8 * self.tier & 255 == self._last + 1:
+                self._queue(node, -1)
+                if node.keep <= now:
+                    node.keep = 0.0
+                if not node.dead and not node.refs and node.tier_leaf(self.tier):
+                    self.push(index, node)
+
+    def _pick(self, now: float) -> int:
+        """The lane whose first leaf goes next, -1 where there is none."""
+        if self._head(0) is not None:
+            return 0
+        if self._last == 2:
+            lane = 1 if self._head(1) is not None else -1
+        else:
+            heads = [self._head(lane) for lane in range(1, self._last)]
+            lane = self.policy.pick(heads, now) + 1 if any(head is not None for head in heads) else -1
+        return lane if lane > 0 else (self._last if self._head(self._last) is not None else -1)
+
+    def _head(self, lane: int) -> Node | None:
+        """The first leaf of a lane, entries that are out of date put right on the way."""
+        heap = self._heaps[lane]
+        shift = 8 * self.tier
+        while heap:
+            rank, tie, node, index = heap[0]
+            if node.queued >> shift & 255 != lane + 1:
+                heapq.heappop(heap)
+                self._stale -= 1
+                continue
+            if node.dead or node.refs or not node.tier_leaf(self.tier):
+                heapq.heappop(heap)
+                self._queue(node, -1)
+                continue
+            where, now = self._place(index, node)
+            if where != lane:
+                heapq.heappop(heap)
+                self._queue(node, -1)
+                self.push(index, node)
+            elif now > rank:
+                heapq.heapreplace(heap, (now, tie, node, index))
+            else:
+                return node
         return None
 
+    def _forgotten(self) -> None:
+        """An entry is void; sweep when the void outnumber the others."""
+        self._stale += 1
+        if self._stale > max(1024, len(self) // 2):
+            shift = 8 * self.tier
+            for lane, heap in enumerate(self._heaps):
+                live = [e for e in heap if not e[2].dead and e[2].queued >> shift & 255 == lane + 1]
+                heapq.heapify(live)
+                heap[:] = live
+            self._stale = 0
+
     def died(self) -> None:
-        """A queued node left the index; sweep when the dead outnumber the living."""
-        self._dead += 1
-        if self._dead > max(1024, len(self._heap) // 2):
-            self._heap = [entry for entry in self._heap if not entry[2].dead]
-            heapq.heapify(self._heap)
-            self._dead = 0
+        """A queued node left the index."""
+        self._forgotten()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.identity import CacheSpec
 from kvtier.index.base import Index
 from kvtier.index.node import LOCAL, Node
-from kvtier.index.order import Order
+from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY
 
 
@@ -31,8 +31,10 @@ class Found(NamedTuple):
 class RadixIndex(Index):
     """Token pages of one cache."""
 
-    def __init__(self, spec: CacheSpec, root_chain: bytes, orders: Mapping[int, Order]) -> None:
-        super().__init__(spec, root_chain, orders)
+    def __init__(
+        self, spec: CacheSpec, root_chain: bytes, orders: Mapping[int, Order], heat: Warmth | None = None
+    ) -> None:
+        super().__init__(spec, root_chain, orders, heat)
         self._word = np.dtype("<u4") if self.stride % 4 == 0 else np.dtype("u1")
 
     def _common(self, edge: bytes, keys: bytes, at: int) -> int:
@@ -48,11 +50,14 @@ class RadixIndex(Index):
         return first * self._word.itemsize // self.stride
 
     def match(self, keys: bytes, now: float) -> Found:
-        """Deepest page boundary of `keys` where every group's rule holds; touches the node it ends in."""
+        """Deepest page boundary of `keys` where every group's rule holds; touches the node that ends there.
+
+        A node that goes on after the boundary is not touched: its end was not asked for.
+        """
         node, end, pending = self._descend(keys)
         if self.windows or self.states:
             node, end = self.resumable(node, end, LOCAL)
-        if end:
+        if end and end == node.end:
             node.time = max(node.time, now)
         return Found(node, end, pending)
 
@@ -154,6 +159,7 @@ class RadixIndex(Index):
         upper = Node(parent, node.edge[:cut], node.depth, at, self.groups, node.time)
         upper.live = min(node.live, at)
         upper.refs = node.refs
+        upper.keep = node.keep
         for slot, held in enumerate(node.at):
             if held is not None:
                 upper.at[slot], node.at[slot] = _halves(held, at)
@@ -170,6 +176,10 @@ class RadixIndex(Index):
         upper.children = {node.edge[: self.stride]: node}
         self._attach(parent, upper.edge[: self.stride], upper)
         self.nodes += 1
+        if self.heat is not None:
+            self.heat.split(upper, node)
+        for order in self.orders.values():
+            order.policy.split(upper, node)
         self._recount(upper, node)
         return upper
 

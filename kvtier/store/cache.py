@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from kvtier.heat import Heat
 from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Dropped, KeyedIndex, Node, Order, RadixIndex
 from kvtier.tiers.pool import HostPool
@@ -20,7 +21,14 @@ class Cache:
     """KV of one format, in one trust scope, of one epoch."""
 
     def __init__(
-        self, number: int, spec: CacheSpec, scope: str, epoch: int, pool: HostPool, orders: dict[int, Order]
+        self,
+        number: int,
+        spec: CacheSpec,
+        scope: str,
+        epoch: int,
+        pool: HostPool,
+        orders: dict[int, Order],
+        heat: Heat | None = None,
     ) -> None:
         self.number = number
         self.spec = spec
@@ -33,7 +41,7 @@ class Cache:
         self.pool = pool
         root = self.id[:CHAIN_BYTES]
         self.index: RadixIndex | KeyedIndex
-        self.index = KeyedIndex(spec, root, orders) if spec.keyed else RadixIndex(spec, root, orders)
+        self.index = (KeyedIndex if spec.keyed else RadixIndex)(spec, root, orders, heat)
         self.disk: int | None = None
         """The disk tier's number of this cache, once it has one."""
         self.retired = False

@@ -26,12 +26,14 @@ WHOLE = 1 << 63
 class Path:
     """A request handle: the page keys of one request so far. Pins nothing."""
 
-    __slots__ = ("cache", "keys", "request")
+    __slots__ = ("cache", "keys", "request", "used")
 
     def __init__(self, cache: Cache, request: str) -> None:
         self.cache = cache
         self.keys = b""
         self.request = request
+        self.used = False
+        """Whether the index has counted it."""
 
 
 class Lease:

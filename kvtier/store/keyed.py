@@ -68,7 +68,7 @@ class Keys:
         instance.charge(cost)
         now = self.parts.now()
         for node in reversed(held):
-            cache.keyed.touch(node, now)
+            cache.index.use(node, now)
             cache.index.lease(node)
             now += 1e-9
         return Lease(cache, held, len(names), cost, group), nodes

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections import Counter
 
 from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Node, Order
@@ -18,6 +17,7 @@ from kvtier.store.loads import Loads
 from kvtier.store.persist import Persist
 from kvtier.store.reserve import Reservation
 from kvtier.store.space import Space
+from kvtier.store.ways import Ways
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -35,13 +35,16 @@ MAX_SCOPES = 64
 class Parts:
     """The tiers and everything that moves pages between them."""
 
-    def __init__(self, host: HostTier, disk: DiskTier | None) -> None:
+    def __init__(self, host: HostTier, disk: DiskTier | None, ways: Ways | None = None) -> None:
         self.host = host
         self.disk = disk
-        self.counts: Counter[str] = Counter()
+        self.ways = ways or Ways()
+        self.now = self.ways.now
+        """Seconds that order uses."""
+        self.counts = self.ways.counts
         self.mover = Mover()
-        self.persist = Persist(disk, self.counts)
-        self.space = Space(host, self.persist, self.mover, self.counts)
+        self.persist = Persist(disk, self.ways)
+        self.space = Space(host, self.persist, self.mover, self.ways)
         self.loads = Loads(disk, self.mover, self.space, self.counts)
         self.caches: dict[int, Cache] = {}
         self.ids: dict[bytes, Cache] = {}
@@ -65,11 +68,6 @@ class Parts:
         return self.host.arenas(scope)
 
     @staticmethod
-    def now() -> float:
-        """Seconds that order uses."""
-        return time.monotonic()
-
-    @staticmethod
     def deadline(wait_ms: int, field: str = "wait_ms") -> float:
         """Loop time at which a request stops waiting; raises bad_request for one that waits too long."""
         if not 0 <= wait_ms <= 600_000:
@@ -88,7 +86,7 @@ class Parts:
             return found
         pool = self.host.pool(scope, shape_of(spec))
         orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool), Tier.DISK: self.persist.order}
-        cache = Cache(next(self.numbers), spec, scope, epoch, pool, orders)
+        cache = Cache(next(self.numbers), spec, scope, epoch, pool, orders, self.ways.heat)
         self.caches[cache.number] = self.ids[cache.id] = cache
         self.space.caches[cache.index] = self.persist.caches[cache.index] = cache
         self.epochs[cache.base] = max(epoch, self.epochs.get(cache.base, 0))

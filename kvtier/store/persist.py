@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from kvtier.index import Node, Order
 from kvtier.store.cache import Cache
 from kvtier.store.evictions import Evictions
+from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
 from kvtier.tiers.records import Item
@@ -55,11 +56,12 @@ class Entry:
 class Persist:
     """Pages between host and disk. Without a disk tier every offer is refused."""
 
-    def __init__(self, disk: DiskTier | None, counts: Counter[str]) -> None:
+    def __init__(self, disk: DiskTier | None, ways: Ways) -> None:
         self.disk = disk
-        self.counts = counts
-        self.order = Order(Tier.DISK)
         self.evictions = Evictions()
+        self.ways = ways
+        self.counts = ways.counts
+        self.order = Order(Tier.DISK, ways.policy(Tier.DISK))
         self.caches: dict[Any, Cache] = {}
         self.queue: deque[Entry] = deque()
         self.pending: dict[Entry, None] = {}
@@ -302,12 +304,12 @@ class Persist:
         assert disk is not None
         freed = 0
         while freed < nbytes:
-            taken = self.order.pop()
+            taken = self.order.pop(self.ways.now())
             if taken is None:
                 break
             index, node = taken
             cache = self.caches[index]
-            lo, hi = index.tail(node, Tier.DISK)
+            lo, hi = index.tail(node, Tier.DISK, self.order.policy.share(node))
             if lo == hi:
                 continue
             self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), time.monotonic())

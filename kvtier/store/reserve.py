@@ -100,7 +100,7 @@ class Reservation:
                 count = self._stretch(min(node.pages - at, self.pages - self.next))
                 self._serve(node, at, count)
                 index.publish(node, node.depth + at + count)
-                node.time = max(node.time, now)
+                index.fresh(node, now)
         end = self.start + self.next
         self.published += end - first
         cache.counts["pages_published"] += end - first
@@ -165,7 +165,7 @@ class Reservation:
             else:
                 self._serve(node, 0, 1)
                 node.live = 1
-                index.touch(node, now)
+                index.fresh(node, now)
                 out.append(at)
             self.published += 1
         self.cache.counts["pages_published"] += len(out)

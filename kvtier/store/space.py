@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,22 +13,26 @@ from kvtier.index import Index, Node, Order
 from kvtier.mover import Mover, Urgency, copy_items
 from kvtier.store.cache import Cache
 from kvtier.store.persist import Persist
+from kvtier.store.ways import Ways
 from kvtier.tiers.host import HostPool, HostTier
 from kvtier.tiers.slab import Slab, SlotState
-from kvtier.types import NO_COPY, Tier
+from kvtier.types import NO_COPY, RUN_PAGES, Tier
 
 STEAL_TRIES = 4
 BARREN_S = 1.0
+MAX_UNSAVED = 64
+"""So many leaves that disk refuses are passed over in search of one that it has."""
 
 
 class Space:
     """Slots for caches, from free memory or from whoever needs theirs least."""
 
-    def __init__(self, host: HostTier, persist: Persist, mover: Mover, counts: Counter[str]) -> None:
+    def __init__(self, host: HostTier, persist: Persist, mover: Mover, ways: Ways) -> None:
         self.host = host
         self.persist = persist
         self.mover = mover
-        self.counts = counts
+        self.ways = ways
+        self.counts = ways.counts
         self.caches: dict[Index, Cache] = {}
         """Caches by their index: orders speak of indexes."""
         self.orders: dict[HostPool, Order] = {}
@@ -38,7 +41,10 @@ class Space:
 
     def order_of(self, pool: HostPool) -> Order:
         """The leaves whose eviction frees slots of this pool."""
-        return self.orders.setdefault(pool, Order(Tier.HOST))
+        order = self.orders.get(pool)
+        if order is None:
+            order = self.orders[pool] = Order(Tier.HOST, self.ways.policy(Tier.HOST))
+        return order
 
     async def take(self, cache: Cache, needs: list[int], deadline: float) -> list[array[int]]:
         """Up to needs[group] reserved slots' handles per group; fewer when no room could be made by `deadline`.
@@ -80,55 +86,70 @@ class Space:
     def evict(self, pool: HostPool, missing: list[int]) -> bool:
         """Drop cold clean pages until `missing` items per group fit; False when nothing could be dropped.
 
-        A page that no tier but host holds is offered to disk first; only where that is refused is it lost. A group
-        without any slot is not helped by evicting the others' pages.
+        A page that no tier but host holds is offered to disk first; where that is refused, it is lost only when there
+        is no copy to drop that disk has too. A group without any slot is not helped by evicting the others' pages.
         """
         order = self.order_of(pool)
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
         progress = False
         offered = 0
+        unsaved: list[tuple[Index, Node]] = []
         while offered < max(left):
-            taken = order.pop()
-            if taken is None:
+            taken = order.pop(self.ways.now()) if len(unsaved) < MAX_UNSAVED else None
+            if taken is None and not unsaved:
                 break
-            index, node = taken
-            cache = self.caches[index]
-            lo, hi = index.tail(node, Tier.HOST)
+            index, node = taken or unsaved.pop(0)
+            lo, hi = index.tail(node, Tier.HOST, min(order.policy.share(node), max(left)))
             if lo == hi:
                 continue
-            lo = self._unsaved_from(cache, node, lo, hi)
-            if lo < hi and self.persist.offer(cache, node, node.depth + lo, node.depth + hi):
-                offered += hi - lo
-                continue  # held until written; comes back to the order then
-            lo, hi = index.tail(node, Tier.HOST)
-            if self._unsaved_from(cache, node, lo, hi) < hi:
-                self.counts["pages_lost_unsaved"] += hi - lo
-            why = "no room in host"
-            self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), time.monotonic())
-            for dropped in index.drop(node, lo, hi, Tier.HOST):
-                cache.pool.free(dropped.group, dropped.handles)
-                left[dropped.group] -= len(dropped.handles)
-                progress = True
-            self.counts["pages_evicted_host"] += hi - lo
-            self.counts["evictions_host"] += 1
-            index.settle(node)
+            if taken is not None and (first := self._unsaved_from(index, node)) < hi:
+                pages = self._save(index, node, first, hi)
+                offered += pages
+                if not pages and self.persist.disk is not None:
+                    unsaved.append(taken)
+                if pages or self.persist.disk is not None:
+                    continue  # held until written; comes back to the order then
+            self._drop(index, node, lo, hi, left)
+            progress = True
+        for index, node in unsaved:
             index.requeue(node, Tier.HOST)
         return progress
 
+    def _save(self, index: Index, node: Node, first: int, hi: int) -> int:
+        """Offer the end of a node, at most a run, to disk; returns how many pages it takes."""
+        lo = max(first, hi - RUN_PAGES)
+        offer = self.persist.offer(self.caches[index], node, node.depth + lo, node.depth + hi)
+        return hi - lo if offer else 0
+
+    def _drop(self, index: Index, node: Node, lo: int, hi: int, left: list[int]) -> None:
+        """Free the slots of pages [lo, hi), and put the leaf back if something of it lasts."""
+        cache = self.caches[index]
+        if self._unsaved_from(index, node) < hi:
+            self.counts["pages_lost_unsaved"] += hi - lo
+        why = "no room in host"
+        self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), time.monotonic())
+        for dropped in index.drop(node, lo, hi, Tier.HOST):
+            cache.pool.free(dropped.group, dropped.handles)
+            left[dropped.group] -= len(dropped.handles)
+        self.counts["pages_evicted_host"] += hi - lo
+        self.counts["evictions_host"] += 1
+        index.settle(node)
+        index.requeue(node, Tier.HOST)
+
     @staticmethod
-    def _unsaved_from(cache: Cache, node: Node, lo: int, hi: int) -> int:
-        """First page of [lo, hi) with an item that only host holds; hi when all are saved."""
-        first = hi
-        for group in range(cache.index.groups):
+    def _unsaved_from(index: Index, node: Node) -> int:
+        """First page of the node with an item that only host holds; its end when all are saved."""
+        first = node.pages
+        for group in range(index.groups):
             host = node.handles(Tier.HOST, group)
             if host is None:
                 continue
             disk = node.handles(Tier.DISK, group)
-            only = host[lo:hi] != NO_COPY
+            only = host != NO_COPY
             if disk is not None:
-                only &= disk[lo:hi] == NO_COPY
+                only &= disk == NO_COPY
             if only.any():
-                first = min(first, lo + int(only.argmax()))
+                first = min(first, int(only.argmax()))
         return first
 
     async def _wait_or_steal(self, pool: HostPool, missing: list[int], deadline: float) -> bool:

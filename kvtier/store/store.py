@@ -18,6 +18,7 @@ from kvtier.store.regions import Regions
 from kvtier.store.report import Report
 from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
+from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import Code, KvtierError, bad
@@ -34,9 +35,16 @@ class Store:
     """
 
     def __init__(
-        self, host: HostTier, disk: DiskTier | None, *, cap: float = 0.5, version: str = "", scrub_bytes_s: float = 0.0
+        self,
+        host: HostTier,
+        disk: DiskTier | None,
+        *,
+        cap: float = 0.5,
+        version: str = "",
+        scrub_bytes_s: float = 0.0,
+        ways: Ways | None = None,
     ) -> None:
-        self.parts = Parts(host, disk)
+        self.parts = Parts(host, disk, ways)
         self.cap_bytes = int(host.budget_bytes * cap)
         self.version = version
         self.tokens = Tokens(self.parts)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.index import Node
+from kvtier.index import Found, Node
 from kvtier.store import misses
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Instance, Lease, Path, Process
@@ -60,10 +60,21 @@ class Tokens:
             raise bad("keys", f"whole page keys of {cache.index.stride} bytes", len(msg.keys))
         instance.add_path(number, path, msg.keys)
         found = cache.radix.match(path.keys, self.parts.now())
-        parts = segments(cache, found.node, found.pages)
+        node = self._use(path, found)
+        parts = segments(cache, node, found.pages)
         if not msg.handle:  # a request counts once, however often it polls
             misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
         return Matched(number, found.pages, parts, found.pending)
+
+    def _use(self, path: Path, found: Found) -> Node:
+        """One request counts once, however often it polls; returns the node that the match ends in."""
+        if path.used or not found.pages:
+            return found.node
+        path.used = True
+        index = path.cache.radix
+        node = index.ending_at(found.node, found.pages)
+        index.use(node, self.parts.now())
+        return node
 
     def forget(self, process: Process, msg: Forget) -> Ok:
         """Drop a handle."""
@@ -108,6 +119,7 @@ class Tokens:
         cost = sum(count * cache.slot_cost(g) for g, _, count in index.needed(end))
         instance.charge(cost)
         node = index.ending_at(node, end)
+        node.time = max(node.time, self.parts.now())
         index.lease(node)
         lease = Lease(cache, [node], end, cost)
         return lease, self.parts.loads.missing(cache, node, index.needed(end))
