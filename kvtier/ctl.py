@@ -67,7 +67,9 @@ class Lazy(click.Group):
     """Adds groups of other modules without importing them before they are used."""
 
     more: Final = {
+        "policies": ("kvtier.replay.cli", "policies", "List the eviction policies."),
         "probe": ("kvtier.sizing.cli", "probe", "Measure this host's links for `size`."),
+        "replay": ("kvtier.replay.cli", "replay", "Replay a request trace through the store."),
         "size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity."),
     }
 

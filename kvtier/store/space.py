@@ -16,7 +16,7 @@ from kvtier.store.persist import Persist
 from kvtier.store.ways import Ways
 from kvtier.tiers.host import HostPool, HostTier
 from kvtier.tiers.slab import Slab, SlotState
-from kvtier.types import NO_COPY, RUN_PAGES, Tier
+from kvtier.types import NO_COPY, Tier
 
 STEAL_TRIES = 4
 BARREN_S = 1.0
@@ -102,8 +102,8 @@ class Space:
             lo, hi = index.tail(node, Tier.HOST, min(order.policy.share(node), max(left)))
             if lo == hi:
                 continue
-            if taken is not None and (first := self._unsaved_from(index, node)) < hi:
-                pages = self._save(index, node, first, hi)
+            if taken is not None and self._unsaved_from(index, node, lo, hi) < hi:
+                pages = self._save(index, node)
                 offered += pages
                 if not pages and self.persist.disk is not None:
                     unsaved.append(taken)
@@ -115,16 +115,16 @@ class Space:
             index.requeue(node, Tier.HOST)
         return progress
 
-    def _save(self, index: Index, node: Node, first: int, hi: int) -> int:
-        """Offer the end of a node, at most a run, to disk; returns how many pages it takes."""
-        lo = max(first, hi - RUN_PAGES)
-        offer = self.persist.offer(self.caches[index], node, node.depth + lo, node.depth + hi)
-        return hi - lo if offer else 0
+    def _save(self, index: Index, node: Node) -> int:
+        """Offer what is unsaved of a leaf's last run to disk; returns how many pages that takes, 0 for none."""
+        lo, hi = index.tail(node, Tier.HOST)
+        lo = self._unsaved_from(index, node, lo, hi)
+        return hi - lo if self.persist.offer(self.caches[index], node, node.depth + lo, node.depth + hi) else 0
 
     def _drop(self, index: Index, node: Node, lo: int, hi: int, left: list[int]) -> None:
         """Free the slots of pages [lo, hi), and put the leaf back if something of it lasts."""
         cache = self.caches[index]
-        if self._unsaved_from(index, node) < hi:
+        if self._unsaved_from(index, node, lo, hi) < hi:
             self.counts["pages_lost_unsaved"] += hi - lo
         why = "no room in host"
         self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), time.monotonic())
@@ -137,19 +137,19 @@ class Space:
         index.requeue(node, Tier.HOST)
 
     @staticmethod
-    def _unsaved_from(index: Index, node: Node) -> int:
-        """First page of the node with an item that only host holds; its end when all are saved."""
-        first = node.pages
+    def _unsaved_from(index: Index, node: Node, lo: int, hi: int) -> int:
+        """First page of [lo, hi) with an item that only host holds; hi when all are saved."""
+        first = hi
         for group in range(index.groups):
             host = node.handles(Tier.HOST, group)
             if host is None:
                 continue
             disk = node.handles(Tier.DISK, group)
-            only = host != NO_COPY
+            only = host[lo:hi] != NO_COPY
             if disk is not None:
-                only &= disk == NO_COPY
+                only &= disk[lo:hi] == NO_COPY
             if only.any():
-                first = min(first, int(only.argmax()))
+                first = min(first, lo + int(only.argmax()))
         return first
 
     async def _wait_or_steal(self, pool: HostPool, missing: list[int], deadline: float) -> bool:
