@@ -432,6 +432,12 @@ class Metrics(Message):
     """Every counter, gauge and histogram, for kvtierctl top and the HTTP port."""
 
 
+class Set(Message):
+    """Change live settings, all or none, until they are read again; empty: show them. Replies Info."""
+
+    values: dict[str, str] = {}
+
+
 VERBS: Final[dict[type[Message], int]] = {
     Hello: 1,
     Bye: 2,
@@ -463,10 +469,11 @@ VERBS: Final[dict[type[Message], int]] = {
     Tree: 98,
     Check: 99,
     Metrics: 100,
+    Set: 101,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 
-ADMIN: Final = frozenset({Status, Caches, Tree, Check, Metrics})
+ADMIN: Final = frozenset({Status, Caches, Tree, Check, Metrics, Set})
 """Verbs served on the admin socket only."""
 
 ERROR_VERB: Final = 0

@@ -45,7 +45,7 @@ class Store:
         ways: Ways | None = None,
     ) -> None:
         self.parts = Parts(host, disk, ways)
-        self.cap_bytes = int(host.budget_bytes * cap)
+        self.cap(cap)
         self.version = version
         self.tokens = Tokens(self.parts)
         self.keys = Keys(self.parts)
@@ -92,6 +92,12 @@ class Store:
         if self._scrub_bytes_s:
             self._scrubbing = loop.create_task(self.scrub.run(self._scrub_bytes_s))
         return self.loading
+
+    def cap(self, share: float) -> None:
+        """The share of host that an instance may hold, from now on; what is held beyond it stays."""
+        self.cap_bytes = int(self.parts.host.budget_bytes * share)
+        for instance in self.parts.instances.values():
+            instance.cap_bytes = self.cap_bytes
 
     # -- sessions --------------------------------------------------------------------------------------------------
 
