@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier import wire
 from kvtier.config import LIVE, Config, document, documents, load, settings, value_of
-from kvtier.ctl import Admin
+from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
 from kvtier.types import Code, KvtierError
 

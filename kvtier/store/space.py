@@ -102,7 +102,7 @@ class Space:
             lo, hi = index.tail(node, Tier.HOST, min(order.policy.share(node), max(left)))
             if lo == hi:
                 continue
-            if taken is not None and (first := self._unsaved_from(index, node)) < hi:
+            if taken is not None and (first := self.unsaved_from(index, node)) < hi:
                 pages = self._save(index, node, first, hi)
                 offered += pages
                 if not pages and self.persist.disk is not None:
@@ -124,7 +124,7 @@ class Space:
     def _drop(self, index: Index, node: Node, lo: int, hi: int, left: list[int]) -> None:
         """Free the slots of pages [lo, hi), and put the leaf back if something of it lasts."""
         cache = self.caches[index]
-        if self._unsaved_from(index, node) < hi:
+        if self.unsaved_from(index, node) < hi:
             self.counts["pages_lost_unsaved"] += hi - lo
         why = "no room in host"
         self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), time.monotonic())
@@ -137,7 +137,7 @@ class Space:
         index.requeue(node, Tier.HOST)
 
     @staticmethod
-    def _unsaved_from(index: Index, node: Node) -> int:
+    def unsaved_from(index: Index, node: Node) -> int:
         """First page of the node with an item that only host holds; its end when all are saved."""
         first = node.pages
         for group in range(index.groups):

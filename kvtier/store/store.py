@@ -10,10 +10,13 @@ from kvtier import wire
 from kvtier.identity import base_id
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
+from kvtier.store.explain import Explain
 from kvtier.store.instance import Instance, Process
 from kvtier.store.keyed import Keys
+from kvtier.store.operate import Operate
 from kvtier.store.parts import Parts
 from kvtier.store.persist import flush_error
+from kvtier.store.pins import Pins
 from kvtier.store.regions import Regions
 from kvtier.store.report import Report
 from kvtier.store.scrub import Scrub
@@ -52,6 +55,8 @@ class Store:
         self.commits = Commits(self.parts)
         self.regions = Regions(self.parts, self.keys, self.commits)
         self.report = Report(self.parts, version)
+        self.pins = Pins(self.parts)
+        operate = Operate(self.parts)
         self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
         self._scrub_bytes_s = scrub_bytes_s
         self._scrubbing: asyncio.Task[None] | None = None
@@ -82,6 +87,14 @@ class Store:
             wire.Tree: self.report.tree,
             wire.Check: self.report.check,
             wire.Metrics: self.report.metrics,
+            wire.Explain: Explain(self.parts).explain,
+            wire.Pin: self.pins.pin,
+            wire.Unpin: self.pins.unpin,
+            wire.Pins: self.pins.list,
+            wire.Warm: operate.warm,
+            wire.Evict: operate.evict,
+            wire.Remove: operate.remove,
+            wire.Purge: operate.purge,
             wire.Flush: self.flush_all,
         }
 
