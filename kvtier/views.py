@@ -135,12 +135,9 @@ def tree(data: Data) -> None:
         what = node.get("text") or node.get("key", "")[:16] or " ".join(map(str, node.get("tokens", [])[:8]))
         pages = f"pages {node['first_page']}..{node['first_page'] + node['pages'] - 1}"
         leases = f", {node['leases']} leases" if node["leases"] else ""
-        levels.append(
-            levels[-1].add(
-                f"{pages} [{shown('tiers', node['tiers'])}]{leases}, idle {node['idle_s']:.0f} s  {what!s:.60}",
-                highlight=False,
-            )
-        )
+        used = f"heat {node['heat']}, idle {node['idle_s']:.0f} s"
+        line = f"{pages} [{shown('tiers', node['tiers'])}]{leases}, {used}  {what!s:.60}"
+        levels.append(levels[-1].add(line, highlight=False))
     console = Console(markup=False)
     console.print(top)
     if data.get("left_off"):

@@ -9,11 +9,15 @@ from typing import Any
 import psutil
 
 from kvtier import wire
+from kvtier.heat import Heat
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of
 from kvtier.types import Tier, bad
+
+HEAT_OF = 3
+"""Half-life that people are shown: 512 s."""
 
 
 class Report:
@@ -128,7 +132,7 @@ class Report:
         shown = 0
         while stack and shown < msg.limit:
             node, level = stack.pop()
-            rows.append(_node(cache, node, level))
+            rows.append(_node(cache, node, level, self.parts.now()))
             shown += 1
             if level + 1 < msg.depth:
                 below = sorted((node.children or {}).values(), key=lambda n: n.time)
@@ -164,14 +168,15 @@ def _row(cache: Cache) -> dict[str, Any]:
     }
 
 
-def _node(cache: Cache, node: Node, level: int) -> dict[str, Any]:
+def _node(cache: Cache, node: Node, level: int, now: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "level": level,
         "first_page": node.depth,
         "pages": node.pages,
         "live": node.live,
         "leases": node.refs,
-        "idle_s": round(time.monotonic() - node.time, 1),
+        "idle_s": round(now - node.time, 1),
+        "heat": round(Heat.level(node, HEAT_OF, now), 3),
         "tiers": {tier.name.lower(): node.count[tier] for tier in Tier if node.count[tier]},
         "children": len(node.children or ()),
     }

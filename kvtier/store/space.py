@@ -127,7 +127,7 @@ class Space:
         if self.unsaved_from(index, node) < hi:
             self.counts["pages_lost_unsaved"] += hi - lo
         why = "no room in host"
-        self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), time.monotonic())
+        self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), self.ways.now())
         for dropped in index.drop(node, lo, hi, Tier.HOST):
             cache.pool.free(dropped.group, dropped.handles)
             left[dropped.group] -= len(dropped.handles)
