@@ -2,75 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
-import json
-import socket
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Final
 
 import click
 
 from kvtier import __version__
-
-OK: Final = 0
-REFUSED: Final = 1
-NO_DAEMON: Final = 2
-
-R = TypeVar("R")
-Data = dict[str, Any]
-
-
-class Admin:
-    """One connection to the admin socket."""
-
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        """Connect; raises OSError."""
-        self.path = path
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.settimeout(timeout_s)
-        self._last = 0
-        try:
-            self._sock.connect(str(path))
-        except OSError:
-            self._sock.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self._sock.close()
-
-    def ask(self, message: Any, reply: type[R]) -> R:
-        """Send a request and wait for its reply; raises KvtierError, OSError, EOFError."""
-        from kvtier import frames, wire  # noqa: PLC0415 - keeps --help quick
-
-        self._last += 1
-        self._sock.sendall(wire.request_frame(message, self._last))
-        stream = frames.Frames()
-        while (frame := stream.next()) is None:
-            data = self._sock.recv(1 << 18)
-            if not data:
-                raise EOFError("the daemon closed the connection")
-            stream.feed(data)
-        answer: R = wire.decode_reply(frame.verb, frame.body, reply)  # type: ignore[type-var]
-        return answer
+from kvtier.control.call import Call, Data, verb
 
 
 class Lazy(click.Group):
     """Adds groups of other modules without importing them before they are used."""
 
     more: Final = {
+        "caches": ("kvtier.control.whole", "caches", "One row per cache."),
+        "completion": ("kvtier.control.completion", "completion", "Print a shell's completion script."),
+        "doctor": ("kvtier.control.doctor", "doctor", "Check what this host gives the daemon, and what to change."),
+        "evict": ("kvtier.control.prompts", "evict", "Take a prompt out of host, or out of every tier."),
+        "explain": ("kvtier.control.prompts", "explain", "Why a prompt is served as it is."),
+        "flush": ("kvtier.control.whole", "flush", "Wait until everything committed is durable."),
+        "pin": ("kvtier.control.prompts", "pin", "Hold a prompt in host for a time."),
+        "pins": ("kvtier.control.prompts", "pins", "List the pins."),
         "policies": ("kvtier.replay.cli", "policies", "List the eviction policies."),
+        "prefetch": ("kvtier.control.prompts", "prefetch", "Bring a prompt to host."),
         "probe": ("kvtier.sizing.cli", "probe", "Measure this host's links for `size`."),
+        "purge": ("kvtier.control.whole", "purge", "Empty all caches of a scope, an adapter or a tenant."),
         "replay": ("kvtier.replay.cli", "replay", "Replay a request trace through the store."),
+        "set": ("kvtier.control.settings", "set_", "Show or change live settings."),
         "size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity."),
+        "top": ("kvtier.control.top", "top", "What happens now, every second."),
+        "tree": ("kvtier.control.whole", "tree", "Cached prefixes of one cache."),
+        "unpin": ("kvtier.control.prompts", "unpin", "End pins."),
     }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -101,55 +66,6 @@ class Lazy(click.Group):
             return False
 
 
-class Call:
-    """What the global options say."""
-
-    def __init__(self, path: Path, timeout_s: float) -> None:
-        self.path = path
-        self.timeout_s = timeout_s
-
-    def admin(self, wait_s: float = 0.0) -> Admin:
-        """A connection to the daemon; ends the program with code 2 where there is none."""
-        try:
-            return Admin(self.path, self.timeout_s + wait_s)
-        except OSError as exc:
-            _fail(f"no daemon at {self.path}: {exc}", NO_DAEMON)
-
-    def info(self, message: Any) -> Data:
-        """The tree of values that an admin verb replies with."""
-        from kvtier.wire import Info  # noqa: PLC0415
-
-        with self.admin() as admin:
-            return admin.ask(message, Info).data
-
-
-def _fail(text: str, code: int) -> NoReturn:
-    """Say why, and end."""
-    click.echo(f"kvtierctl: {text}", err=True)
-    sys.exit(code)
-
-
-def _verb(command: Callable[..., Data | None]) -> Callable[..., None]:
-    """A verb of the daemon: adds --json, turns refusals into exit codes; the body returns what --json prints."""
-
-    @functools.wraps(command)
-    def run(call: Call, as_json: bool, **options: Any) -> None:
-        from kvtier.types import KvtierError  # noqa: PLC0415
-
-        try:
-            data = command(call, show=not as_json, **options)
-        except KvtierError as exc:
-            _fail(f"{exc.code.value}: {exc}", REFUSED)
-        except (OSError, EOFError) as exc:
-            _fail(f"the daemon at {call.path} does not answer: {exc}", NO_DAEMON)
-        if as_json:
-            click.echo(json.dumps(data, default=str))
-        sys.exit(REFUSED if data and data.get("healthy") is False else OK)
-
-    option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-    return click.pass_obj(option(run))
-
-
 @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--socket", "path", type=click.Path(path_type=Path), help="Admin socket of the daemon.")
 @click.option("--timeout", "timeout_s", default=10.0, show_default=True, help="Seconds to wait for an answer.")
@@ -163,7 +79,7 @@ def main(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
 
 
 @main.command()
-@_verb
+@verb
 def status(call: Call, show: bool) -> Data:
     """Tiers, engines and counters."""
     from kvtier import views, wire  # noqa: PLC0415
@@ -175,35 +91,8 @@ def status(call: Call, show: bool) -> Data:
 
 
 @main.command()
-@_verb
-def caches(call: Call, show: bool) -> Data:
-    """One row per cache."""
-    from kvtier import views, wire  # noqa: PLC0415
-
-    data = call.info(wire.Caches())
-    if show:
-        views.caches(data)
-    return data
-
-
-@main.command()
-@click.argument("cache")
-@click.option("--depth", default=8, show_default=True, help="Levels of the tree to show.")
-@click.option("--limit", default=1000, show_default=True, help="Nodes to show.")
-@_verb
-def tree(call: Call, show: bool, cache: str, depth: int, limit: int) -> Data:
-    """Cached prefixes of one cache, named by the beginning of its id."""
-    from kvtier import views, wire  # noqa: PLC0415
-
-    data = call.info(wire.Tree(cache, depth, limit))
-    if show:
-        views.tree(data)
-    return data
-
-
-@main.command()
 @click.option("--count", default=1, show_default=True, help="Round trips.")
-@_verb
+@verb
 def ping(call: Call, show: bool, count: int) -> Data:
     """Round trips through the serving loop."""
     from kvtier import wire  # noqa: PLC0415
@@ -220,7 +109,7 @@ def ping(call: Call, show: bool, count: int) -> Data:
 
 
 @main.command()
-@_verb
+@verb
 def check(call: Call, show: bool) -> Data:
     """Run the daemon's invariants now; exit code 1 when one is broken."""
     from kvtier import wire  # noqa: PLC0415
@@ -232,20 +121,6 @@ def check(call: Call, show: bool) -> Data:
             click.echo(line)
         click.echo(f"{len(broken)} broken" if broken else "ok")
     return {**data, "healthy": not broken}
-
-
-@main.command()
-@click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait.")
-@_verb
-def flush(call: Call, show: bool, wait_s: float) -> Data:
-    """Wait until everything committed is durable."""
-    from kvtier import wire  # noqa: PLC0415
-
-    with call.admin(wait_s) as admin:
-        admin.ask(wire.Flush(0, int(wait_s * 1000)), wire.Ok)
-    if show:
-        click.echo("durable")
-    return {"durable": True}
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ import uvloop
 
 from kvtier import __version__
 from kvtier.companions import Companions, notify, passed_sockets
-from kvtier.config import Config, load, settings, variable
+from kvtier.config import Config, flag, load, settings, variable
 from kvtier.limits import check_budget, default_budget
+from kvtier.live import Live
 from kvtier.server import Limits, Server
 from kvtier.server.listener import PathLock
 from kvtier.store import Store
@@ -56,8 +57,8 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
     return Store(host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S)
 
 
-async def serve(config: Config) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
+async def serve(config: Config, again: Callable[[], Config]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain. `again` reads the settings anew, for SIGHUP."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -67,6 +68,8 @@ async def serve(config: Config) -> None:
     store.start().add_done_callback(lambda task: _loaded(task, stop))
     limits = Limits(connections=config.caps.connections)
     server = Server(store, config.engine_socket, config.admin_socket, limits, lock, passed_sockets())
+    live = Live(config, again, store, server)
+    loop.add_signal_handler(signal.SIGHUP, live.reload)
     await server.start()
     gc.disable()  # the store makes no cycles, and a collection would stop every engine
     gc.collect()
@@ -75,7 +78,7 @@ async def serve(config: Config) -> None:
     notify("READY=1")
     _log.info("serving %s, operators at %s", config.engine_socket, config.admin_socket)
     await stop.wait()
-    await _drain(config, server, store, companions)
+    await _drain(live.config, server, store, companions)
 
 
 def _loaded(task: asyncio.Task[None], stop: asyncio.Event) -> None:
@@ -118,8 +121,7 @@ def keep_freed_memory() -> None:
 def _flags(command: Callable[..., None]) -> Callable[..., None]:
     """One flag per setting."""
     for name, _ in reversed(list(settings())):
-        flag = "--" + name.replace(".", "-").replace("_", "-")
-        command = click.option(flag, name.replace(".", "__"), metavar="VALUE", help=f"{name}, {variable(name)}")(
+        command = click.option(flag(name), name.replace(".", "__"), metavar="VALUE", help=f"{name}, {variable(name)}")(
             command
         )
     return command
@@ -128,22 +130,21 @@ def _flags(command: Callable[..., None]) -> Callable[..., None]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with settings.")
 @click.option("--check-config", is_flag=True, help="Print the settings in effect and end.")
-@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
 @click.version_option(__version__, prog_name="kvtierd")
 @_flags
-def main(file: Path | None, check_config: bool, log_level: str, **flags: Any) -> None:
+def main(file: Path | None, check_config: bool, **flags: Any) -> None:
     """Keep the KV cache of this host's inference servers."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    given = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
     try:
-        config = load(
-            file, flags={name.replace("__", "."): value for name, value in flags.items() if value is not None}
-        )
+        config = load(file, flags=given)
         if check_config:
             click.echo(msgspec.json.format(msgspec.json.encode(config)).decode())
             return
+        level = config.log_level.upper()
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         sys.setswitchinterval(SWITCH_S)
         keep_freed_memory()
-        uvloop.run(serve(config))
+        uvloop.run(serve(config, lambda: load(file, flags=given)))
     except (KvtierError, OSError) as exc:
         click.echo(f"kvtierd: {exc}", err=True)
         sys.exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -87,6 +88,43 @@ def caches(data: Data) -> None:
     console.print(rows("caches", items, names))
 
 
+def one(title: str, data: Data) -> None:
+    """A few names and values."""
+    Console(markup=False).print(pairs(title, data))
+
+
+def pins(data: Data) -> None:
+    """One row per pin."""
+    console = Console(markup=False)
+    items = [{**pin, "cache": pin["cache"][:12]} for pin in data["pins"]]
+    console.print(rows("pins", items) if items else "no pins")
+
+
+def findings(items: list[Data]) -> None:
+    """What doctor found."""
+    Console(markup=False).print(rows("doctor", items))
+
+
+def explain(data: Data) -> None:
+    """One prompt: what is served and why not more."""
+    console = Console(markup=False)
+    lists = ("segments", "evictions", "diverges")
+    console.print(pairs("prompt", {name: value for name, value in data.items() if name not in lists and value != ""}))
+    if data["segments"]:
+        console.print(rows("served", data["segments"]))
+    apart = data["diverges"]
+    if apart:
+        console.print(f"diverges at token {apart['token']}: asked {apart['asked']}, cached {apart['cached']}")
+    if data["evictions"]:
+        ago = [{**row, "when": datetime.fromtimestamp(row["when"], UTC)} for row in data["evictions"]]
+        console.print(rows("evicted lately", ago))
+
+
+def top(data: Data) -> Table:
+    """One reading of what happens now."""
+    return pairs("kvtier", data)
+
+
 def tree(data: Data) -> None:
     """Cached prefixes, a node per run of pages."""
     cache = data["cache"]
@@ -94,10 +132,12 @@ def tree(data: Data) -> None:
     levels = [top]
     for node in data["nodes"]:
         del levels[node["level"] + 1 :]
-        what = node.get("key", "")[:16] or " ".join(map(str, node.get("tokens", [])[:8]))
+        what = node.get("text") or node.get("key", "")[:16] or " ".join(map(str, node.get("tokens", [])[:8]))
         pages = f"pages {node['first_page']}..{node['first_page'] + node['pages'] - 1}"
         leases = f", {node['leases']} leases" if node["leases"] else ""
-        levels.append(levels[-1].add(f"{pages} [{shown('tiers', node['tiers'])}]{leases}  {what}", highlight=False))
+        used = f"heat {node['heat']}, idle {node['idle_s']:.0f} s"
+        line = f"{pages} [{shown('tiers', node['tiers'])}]{leases}, {used}  {what!s:.60}"
+        levels.append(levels[-1].add(line, highlight=False))
     console = Console(markup=False)
     console.print(top)
     if data.get("left_off"):

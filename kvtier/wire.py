@@ -422,6 +422,8 @@ class Tree(Message):
     cache: str
     depth: int = 8
     limit: int = 1000
+    width: int = 1 << 20
+    """Children shown of a node, the most recently used first."""
 
 
 class Check(Message):
@@ -431,6 +433,80 @@ class Check(Message):
 class Metrics(Message):
     """Every counter, gauge and histogram, for kvtierctl top and the HTTP port."""
 
+
+class Prompt(Message):
+    """How an operator names a prompt: exactly one of tokens, request and chain."""
+
+    cache: str = ""
+    """Beginning of the cache's id in hex; may be empty where one token cache is open, and is not asked for request."""
+    tokens: bytes = b""
+    """int32 token ids, little-endian."""
+    request: str = ""
+    """The engine's own id of a recent request (Match.request)."""
+    chain: bytes = b""
+    """Chain key of the prompt's last page."""
+
+
+class Explain(Message):
+    """What of a prompt matches, from which tier, where it diverges, what was evicted. Replies Info."""
+
+    of: Prompt
+
+
+class Pin(Message):
+    """Hold what matches of a prompt in host for `ttl_s` seconds. Pins of lower priority (0..100) make room."""
+
+    of: Prompt
+    ttl_s: float = 3600.0
+    priority: int = 50
+
+
+class Unpin(Message):
+    """End a pin; 0: all."""
+
+    pin: int = 0
+
+
+class Pins(Message):
+    """List the pins."""
+
+
+class Warm(Message):
+    """Bring what matches of a prompt to host, for people: the reply comes when it is there. Replies Info."""
+
+    of: Prompt
+    wait_ms: int = 60000
+
+
+class Evict(Message):
+    """Take a prompt's own pages out of `tier`: host (they stay on disk) or all. Replies Info."""
+
+    of: Prompt
+    tier: str = "host"
+    wait_ms: int = 60000
+
+
+class Remove(Message):
+    """Empty one cache; forget it where no engine has it open. Replies Info."""
+
+    cache: str
+
+
+class Purge(Message):
+    """Empty every cache of a scope, an adapter or a tenant's salt; what is given must all fit. Replies Info."""
+
+    scope: str = ""
+    adapter: str = ""
+    salt: bytes = b""
+
+
+class Set(Message):
+    """Change live settings, all or none, until they are read again; empty: show them. Replies Info."""
+
+    values: dict[str, str] = {}
+
+
+FIRST_ADMIN: Final = 96
 
 VERBS: Final[dict[type[Message], int]] = {
     Hello: 1,
@@ -463,10 +539,19 @@ VERBS: Final[dict[type[Message], int]] = {
     Tree: 98,
     Check: 99,
     Metrics: 100,
+    Set: 101,
+    Explain: 102,
+    Pin: 103,
+    Unpin: 104,
+    Pins: 105,
+    Warm: 106,
+    Evict: 107,
+    Remove: 108,
+    Purge: 109,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 
-ADMIN: Final = frozenset({Status, Caches, Tree, Check, Metrics})
+ADMIN: Final = frozenset(kind for kind, number in VERBS.items() if number >= FIRST_ADMIN)
 """Verbs served on the admin socket only."""
 
 ERROR_VERB: Final = 0

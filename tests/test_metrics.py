@@ -113,6 +113,7 @@ def test_every_sample_is_of_a_documented_metric_and_labels_are_bounded(port):
     assert len(samples(text)) < 400
 
 
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="read from a checkout")
 def test_the_document_is_what_the_code_says():
     """docs/metrics.md is generated and up to date, and names every metric."""
     text = (ROOT / "docs" / "metrics.md").read_text()

@@ -29,7 +29,7 @@ LAYERS = (
 
 SUBPARTS = {
     "radix": "index", "keyed": "index", "groups": "index", "leaves": "index",
-    "limits": "tiers", "units": "types", "frames": "wire", "config": "daemon", "companions": "daemon",
+    "limits": "tiers", "units": "types", "frames": "wire", "config": "daemon", "companions": "daemon", "live": "daemon",
 }  # fmt: skip
 """Modules that belong to a part without being named like it."""
 

@@ -11,6 +11,8 @@ from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from kvtier import wire
 from kvtier.handshake import FirstFrame, Peer, peer_of, receive_first, send_first, try_send
 from kvtier.server.connection import Connection, Limits, Result, Shared, error_frame
@@ -72,6 +74,10 @@ class Server:
             self._lock.release()
             raise
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def limit_connections(self, most: int) -> None:
+        """Another bound on open connections; those beyond it stay."""
+        self._limits = msgspec.structs.replace(self._limits, connections=most)
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nobody, refuse new work with `closing`, and wait for what is in flight, then cancel it."""

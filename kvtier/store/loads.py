@@ -152,7 +152,7 @@ class Loads:
             return
         if isinstance(index, RadixIndex):
             where = index.cut_at(where, m.page)
-        seconds = time.time(), time.monotonic()
+        seconds = time.time(), self.space.ways.now()
         self.space.persist.evictions.note(index, where, 0, where.pages, Tier(tier), f"lost: {reason}", *seconds)
         cut = index.cut(where)
         cache.release(cut.freed, self.disk)

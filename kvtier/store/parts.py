@@ -15,6 +15,7 @@ from kvtier.store.graft import Late, Places, graft, graft_late
 from kvtier.store.instance import Instance, Process
 from kvtier.store.loads import Loads
 from kvtier.store.persist import Persist
+from kvtier.store.prompts import Requests
 from kvtier.store.reserve import Reservation
 from kvtier.store.space import Space
 from kvtier.store.ways import Ways
@@ -56,6 +57,7 @@ class Parts:
         """Handles, leases, reservations: begun at random, so that one of an earlier daemon is never somebody else's."""
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
+        self.requests = Requests()
         self.scopes: set[str] = set()
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""

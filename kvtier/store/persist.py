@@ -312,7 +312,7 @@ class Persist:
             lo, hi = index.tail(node, Tier.DISK, self.order.policy.share(node))
             if lo == hi:
                 continue
-            self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), time.monotonic())
+            self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), self.ways.now())
             for dropped in index.drop(node, lo, hi, Tier.DISK):
                 disk.free(dropped.handles)
                 freed += len(dropped.handles) * cache.item_bytes[dropped.group]

@@ -9,10 +9,15 @@ from typing import Any
 import psutil
 
 from kvtier import wire
+from kvtier.heat import Heat
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
-from kvtier.types import Code, KvtierError, Tier, bad
+from kvtier.store.prompts import cache_of
+from kvtier.types import Tier, bad
+
+HEAT_OF = 3
+"""Half-life that people are shown: 512 s."""
 
 
 class Report:
@@ -117,21 +122,21 @@ class Report:
 
     def tree(self, msg: wire.Tree) -> wire.Info:
         """Nodes of one cache, depth first; `left_off` says how many were not shown."""
-        if not 1 <= msg.limit <= 100_000 or not 1 <= msg.depth <= 10_000:
-            raise bad("limit", "1..100000 nodes and a depth of 1..10000", (msg.limit, msg.depth))
-        found = [c for c in self.parts.caches.values() if c.id.hex().startswith(msg.cache.lower())]
-        if len(found) != 1:
-            raise KvtierError(Code.UNKNOWN, f"{len(found)} caches have an id that begins with it", "cache")
-        cache = found[0]
+        if not 1 <= msg.limit <= 100_000 or not 1 <= msg.depth <= 10_000 or msg.width < 1:
+            asked = msg.limit, msg.depth, msg.width
+            raise bad("limit", "1..100000 nodes, a depth of 1..10000 and a width of at least 1", asked)
+        cache = cache_of(self.parts.caches, msg.cache, tokens=False)
         rows: list[dict[str, Any]] = []
-        stack = [(n, 0) for n in (cache.index.root.children or {}).values()]
+        top = sorted((cache.index.root.children or {}).values(), key=lambda n: n.time)
+        stack = [(n, 0) for n in top[-msg.width :]]
         shown = 0
         while stack and shown < msg.limit:
             node, level = stack.pop()
-            rows.append(_node(cache, node, level))
+            rows.append(_node(cache, node, level, self.parts.now()))
             shown += 1
             if level + 1 < msg.depth:
-                stack += [(n, level + 1) for n in (node.children or {}).values()]
+                below = sorted((node.children or {}).values(), key=lambda n: n.time)
+                stack += [(n, level + 1) for n in below[-msg.width :]]
         return wire.Info({"cache": _row(cache), "nodes": rows, "left_off": cache.index.nodes - shown})
 
     def check(self, msg: wire.Check) -> wire.Info:
@@ -163,13 +168,15 @@ def _row(cache: Cache) -> dict[str, Any]:
     }
 
 
-def _node(cache: Cache, node: Node, level: int) -> dict[str, Any]:
+def _node(cache: Cache, node: Node, level: int, now: float) -> dict[str, Any]:
     row: dict[str, Any] = {
         "level": level,
         "first_page": node.depth,
         "pages": node.pages,
         "live": node.live,
         "leases": node.refs,
+        "idle_s": round(now - node.time, 1),
+        "heat": round(Heat.level(node, HEAT_OF, now), 3),
         "tiers": {tier.name.lower(): node.count[tier] for tier in Tier if node.count[tier]},
         "children": len(node.children or ()),
     }

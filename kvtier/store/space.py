@@ -102,7 +102,7 @@ class Space:
             lo, hi = index.tail(node, Tier.HOST, min(order.policy.share(node), max(left)))
             if lo == hi:
                 continue
-            if taken is not None and self._unsaved_from(index, node, lo, hi) < hi:
+            if taken is not None and self.unsaved_from(index, node, lo, hi) < hi:
                 pages = self._save(index, node)
                 offered += pages
                 if not pages and self.persist.disk is not None:
@@ -118,16 +118,16 @@ class Space:
     def _save(self, index: Index, node: Node) -> int:
         """Offer what is unsaved of a leaf's last run to disk; returns how many pages that takes, 0 for none."""
         lo, hi = index.tail(node, Tier.HOST)
-        lo = self._unsaved_from(index, node, lo, hi)
+        lo = self.unsaved_from(index, node, lo, hi)
         return hi - lo if self.persist.offer(self.caches[index], node, node.depth + lo, node.depth + hi) else 0
 
     def _drop(self, index: Index, node: Node, lo: int, hi: int, left: list[int]) -> None:
         """Free the slots of pages [lo, hi), and put the leaf back if something of it lasts."""
         cache = self.caches[index]
-        if self._unsaved_from(index, node, lo, hi) < hi:
+        if self.unsaved_from(index, node, lo, hi) < hi:
             self.counts["pages_lost_unsaved"] += hi - lo
         why = "no room in host"
-        self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), time.monotonic())
+        self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), self.ways.now())
         for dropped in index.drop(node, lo, hi, Tier.HOST):
             cache.pool.free(dropped.group, dropped.handles)
             left[dropped.group] -= len(dropped.handles)
@@ -137,7 +137,7 @@ class Space:
         index.requeue(node, Tier.HOST)
 
     @staticmethod
-    def _unsaved_from(index: Index, node: Node, lo: int, hi: int) -> int:
+    def unsaved_from(index: Index, node: Node, lo: int, hi: int) -> int:
         """First page of [lo, hi) with an item that only host holds; hi when all are saved."""
         first = hi
         for group in range(index.groups):

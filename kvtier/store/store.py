@@ -10,10 +10,13 @@ from kvtier import wire
 from kvtier.identity import base_id
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
+from kvtier.store.explain import Explain
 from kvtier.store.instance import Instance, Process
 from kvtier.store.keyed import Keys
+from kvtier.store.operate import Operate
 from kvtier.store.parts import Parts
 from kvtier.store.persist import flush_error
+from kvtier.store.pins import Pins
 from kvtier.store.regions import Regions
 from kvtier.store.report import Report
 from kvtier.store.scrub import Scrub
@@ -45,13 +48,15 @@ class Store:
         ways: Ways | None = None,
     ) -> None:
         self.parts = Parts(host, disk, ways)
-        self.cap_bytes = int(host.budget_bytes * cap)
+        self.cap(cap)
         self.version = version
         self.tokens = Tokens(self.parts)
         self.keys = Keys(self.parts)
         self.commits = Commits(self.parts)
         self.regions = Regions(self.parts, self.keys, self.commits)
         self.report = Report(self.parts, version)
+        self.pins = Pins(self.parts)
+        operate = Operate(self.parts)
         self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
         self._scrub_bytes_s = scrub_bytes_s
         self._scrubbing: asyncio.Task[None] | None = None
@@ -82,6 +87,14 @@ class Store:
             wire.Tree: self.report.tree,
             wire.Check: self.report.check,
             wire.Metrics: self.report.metrics,
+            wire.Explain: Explain(self.parts).explain,
+            wire.Pin: self.pins.pin,
+            wire.Unpin: self.pins.unpin,
+            wire.Pins: self.pins.list,
+            wire.Warm: operate.warm,
+            wire.Evict: operate.evict,
+            wire.Remove: operate.remove,
+            wire.Purge: operate.purge,
             wire.Flush: self.flush_all,
         }
 
@@ -92,6 +105,12 @@ class Store:
         if self._scrub_bytes_s:
             self._scrubbing = loop.create_task(self.scrub.run(self._scrub_bytes_s))
         return self.loading
+
+    def cap(self, share: float) -> None:
+        """The share of host that an instance may hold, from now on; what is held beyond it stays."""
+        self.cap_bytes = int(self.parts.host.budget_bytes * share)
+        for instance in self.parts.instances.values():
+            instance.cap_bytes = self.cap_bytes
 
     # -- sessions --------------------------------------------------------------------------------------------------
 

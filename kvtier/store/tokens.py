@@ -59,6 +59,7 @@ class Tokens:
         if len(msg.keys) % cache.index.stride:
             raise bad("keys", f"whole page keys of {cache.index.stride} bytes", len(msg.keys))
         instance.add_path(number, path, msg.keys)
+        self.parts.requests.note(path, len(msg.keys))
         found = cache.radix.match(path.keys, self.parts.now())
         node = self._use(path, found)
         parts = segments(cache, node, found.pages)

@@ -1,0 +1,1 @@
+"""The verbs of kvtierctl, loaded when they are called."""

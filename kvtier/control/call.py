@@ -1,0 +1,107 @@
+"""What every verb of kvtierctl shares: the connection to the daemon, --json, exit codes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NoReturn, Self, TypeVar
+
+import click
+
+OK: Final = 0
+REFUSED: Final = 1
+NO_DAEMON: Final = 2
+
+R = TypeVar("R")
+Data = dict[str, Any]
+
+
+class Admin:
+    """One connection to the admin socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        """Connect; raises OSError."""
+        self.path = path
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.settimeout(timeout_s)
+        self._last = 0
+        try:
+            self._sock.connect(str(path))
+        except OSError:
+            self._sock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self._sock.close()
+
+    def ask(self, message: Any, reply: type[R]) -> R:
+        """Send a request and wait for its reply; raises KvtierError, OSError, EOFError."""
+        from kvtier import frames, wire  # noqa: PLC0415 - keeps --help quick
+
+        self._last += 1
+        self._sock.sendall(wire.request_frame(message, self._last))
+        stream = frames.Frames()
+        while (frame := stream.next()) is None:
+            data = self._sock.recv(1 << 18)
+            if not data:
+                raise EOFError("the daemon closed the connection")
+            stream.feed(data)
+        answer: R = wire.decode_reply(frame.verb, frame.body, reply)  # type: ignore[type-var]
+        return answer
+
+
+class Call:
+    """What the global options say."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        self.path = path
+        self.timeout_s = timeout_s
+
+    def admin(self, wait_s: float = 0.0) -> Admin:
+        """A connection to the daemon; ends the program with code 2 where there is none."""
+        try:
+            return Admin(self.path, self.timeout_s + wait_s)
+        except OSError as exc:
+            fail(f"no daemon at {self.path}: {exc}", NO_DAEMON)
+
+    def info(self, message: Any) -> Data:
+        """The tree of values that an admin verb replies with."""
+        from kvtier.wire import Info  # noqa: PLC0415
+
+        with self.admin() as admin:
+            return admin.ask(message, Info).data
+
+
+def fail(text: str, code: int) -> NoReturn:
+    """Say why, and end."""
+    click.echo(f"kvtierctl: {text}", err=True)
+    sys.exit(code)
+
+
+def verb(command: Callable[..., Data | None]) -> Callable[..., None]:
+    """A verb of the daemon: adds --json, turns refusals into exit codes; the body returns what --json prints."""
+
+    @functools.wraps(command)
+    def run(call: Call, as_json: bool, **options: Any) -> None:
+        from kvtier.types import KvtierError  # noqa: PLC0415
+
+        try:
+            data = command(call, show=not as_json, **options)
+        except KvtierError as exc:
+            fail(f"{exc.code.value}: {exc}", REFUSED)
+        except (OSError, EOFError) as exc:
+            fail(f"the daemon at {call.path} does not answer: {exc}", NO_DAEMON)
+        if as_json:
+            click.echo(json.dumps(data, default=str))
+        sys.exit(REFUSED if data and data.get("healthy") is False else OK)
+
+    option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+    return click.pass_obj(option(run))
