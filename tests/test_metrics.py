@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -152,6 +153,24 @@ def test_the_http_process_ends_with_the_daemon(port):
                 break
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_http_process_is_started_again(port):
+    """The port answers again, from another process."""
+    number, daemon = port
+    (child,) = psutil.Process(daemon.pid).children()
+    child.kill()
+    end = time.monotonic() + DEADLINE
+    while True:
+        try:
+            assert get(number, "/healthz")[0] == 200
+            break
+        except (urllib.error.URLError, OSError):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    (again,) = psutil.Process(daemon.pid).children()
+    assert again.pid != child.pid
 
 
 def test_a_taken_port_keeps_nobody_from_being_served(tmp_path):

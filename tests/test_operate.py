@@ -479,3 +479,26 @@ def test_every_verb_has_help_and_json():
         text = CliRunner().invoke(main, [verb, "--help"]).stdout
         assert "--json" in text, verb
         assert len(text.splitlines()[2].strip()) > 10, verb
+
+
+def test_explain_says_that_a_prompt_was_evicted_for_want_of_room(tmp_path):
+    """Without a disk the oldest goes; the miss has that reason, for people and in the counters."""
+    spec = CacheSpec("m", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 1 << 20),))
+    with Daemon(tmp_path, host="64MiB", disk="0") as daemon, Client(daemon.socket, instance="e") as client:
+        cache = client.open(spec)
+        for name in range(8):
+            keys = page_keys(spec, np.full(4 * 16, name))
+            with cache.match(keys, request=f"p{name}").reserve(0, 16) as reserved:
+                for page in range(reserved.pages):
+                    reserved.write(0, page, np.full(1 << 20, name, np.uint8))
+                assert reserved.commit() == 16
+        cache.match(page_keys(spec, np.zeros(4 * 16, np.int32)))
+        with Admin(daemon.socket.with_name("admin.sock"), DEADLINE) as admin:
+            data = admin.ask(wire.Explain(wire.Prompt(request="p0")), wire.Info).data
+            counters = admin.ask(wire.Metrics(), wire.Info).data["counters"]
+        assert data["matched"]["pages"] < 16
+        assert data["miss"] == "evicted"
+        assert {row["why"] for row in data["evictions"]} == {"no room in host"}
+        assert counters["tokens_missed_evicted"] > 0
+        assert counters["evictions_host"] > 0
+        assert daemon.stop() == 0
