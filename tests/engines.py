@@ -11,7 +11,7 @@ from kvtier import wire
 from kvtier.identity import CacheSpec, GroupSpec, Slice, shape_of
 from kvtier.store import Store
 from kvtier.tiers.slab import ARENA_SHIFT, OFFSET_MASK
-from kvtier.types import Kind
+from kvtier.types import Kind, Tier
 
 FULL = GroupSpec(Kind.FULL, layers=2, heads=2, cell_bytes=1000)
 WINDOW = GroupSpec(Kind.WINDOW, layers=1, heads=2, cell_bytes=500, window=5)
@@ -167,6 +167,15 @@ def idle(store: Store) -> list[str]:
             wrong.append(f"cache {cache.number}: doomed nodes left")
     for pool in store.parts.host.pools:
         for group, counts in enumerate(pool.counts()):
+            named = sum(
+                int((held != -1).sum())
+                for cache in store.parts.caches.values()
+                if cache.pool is pool
+                for node in cache.index.walk()
+                if (held := node.handles(Tier.HOST, group)) is not None
+            )
+            if pool.used(group) != named * pool.shape.slots_per_item[group]:
+                wrong.append(f"pool {pool.shape}: group {group} uses {pool.used(group)} slots for {named} items")
             busy = {state.name: n for state, n in counts.items() if n and state.name not in {"FREE", "CACHED"}}
             if busy:
                 wrong.append(f"pool {pool.shape}: group {group} left {busy}")

@@ -61,7 +61,7 @@ def test_nothing_grows_with_use(tmp_path):
             seen.append((process.memory_info().rss, process.num_fds(), threading.active_count(), files))
         assert owner.tier.stats["slabs_emptied"] > 0
     memory, descriptors, threads, files = zip(*seen[1:], strict=True)
-    assert max(memory) - min(memory) < 3 * MIB, memory
+    assert max(memory[1:]) - memory[0] < 3 * MIB, memory  # less is no leak: the allocator gives back when it likes
     assert len(set(descriptors)) == 1, descriptors
     assert len(set(threads)) == 1, threads
     assert max(files) - min(files) < 256 * KIB, files

@@ -319,6 +319,36 @@ def test_disk_never_evicts_the_parent_of_what_host_alone_holds() -> None:
     assert index.tail(parent, Tier.DISK) == (0, 1)
 
 
+def test_a_page_on_one_tier_alone_stays_while_a_deeper_one_lasts_elsewhere() -> None:
+    """A load that failed for one page of a node leaves a hole in host: disk keeps what fills it."""
+    index = radix(1)
+    Store(index).insert(keys_of((1, 2, 3, 4), 1), 1.0, Tier.DISK)
+    node = index.match(keys_of((1, 2, 3, 4), 1), 2.0).node
+    for page in (0, 2):
+        index.put(node, page, Tier.HOST, 0, [100 + page], [page])
+    assert index.tail(node, Tier.DISK) == (2, 4)
+    index.evict(node, 2, 4, Tier.DISK)
+    index.settle(node)
+    assert index.check() == []
+    assert index.match(keys_of((1, 2, 3, 4), 1), 3.0).pages == 3
+
+
+def test_what_is_left_of_a_page_that_loses_its_anchor_goes_with_it() -> None:
+    """A state point in host is of no use, and nobody's, once its page has gone from disk."""
+    index = radix(1, (FULL, STATE))
+    node = index.extend(keys_of((1, 2), 1), 1.0)
+    index.put(node, 0, Tier.DISK, 0, array("q", [7, 8]), array("Q", [0, 0]))
+    index.put(node, 0, Tier.DISK, 1, array("q", [7, 8]), array("Q", [0, 0]))
+    index.publish(node, 2)
+    index.put(node, 1, Tier.HOST, 1, [50], [0])
+    lo, hi = index.tail(node, Tier.DISK)
+    gone = {(d.tier, d.group, h) for d in index.evict(node, lo, hi, Tier.DISK) for h in d.handles}
+    assert gone == {(Tier.DISK, 0, 7), (Tier.DISK, 0, 8), (Tier.DISK, 1, 7), (Tier.DISK, 1, 8), (Tier.HOST, 1, 50)}
+    index.settle(node)
+    assert index.nodes == 0
+    assert index.check() == []
+
+
 WINDOW = GroupSpec(Kind.WINDOW, 1, 1, 64, window=3)
 STATE = GroupSpec(Kind.STATE, 1, 1, 64)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.identity import CacheSpec
 from kvtier.index.node import LOCAL, Node, blank
@@ -132,6 +133,23 @@ class Copies:
                     self._vanish(node, tier)
         return out
 
+    def evict(self, node: Node, lo: int, hi: int, tier: int) -> list[Dropped]:
+        """The same, with what other tiers hold of pages that have lost an anchor: they are of no use."""
+        out = self.drop(node, lo, hi, tier)
+        if len(self.anchors) == self.groups:
+            return out
+        for at in np.flatnonzero(~self._whole(node, LOCAL)[lo:hi]) + lo:
+            for other in LOCAL:
+                out += self.drop(node, int(at), int(at) + 1, other)
+        return out
+
+    def _whole(self, node: Node, tiers: Sequence[int]) -> NDArray[np.bool_]:
+        """Per page: whether `tiers` hold every anchor of it."""
+        out = np.ones(node.pages, dtype=bool)
+        for group in self.anchors:
+            out &= node.present(group, tiers)
+        return out
+
     def _gain(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
         """Account for new copies; the first in a subtree shows all the way up."""
         before = node.count[tier]
@@ -239,17 +257,11 @@ class Copies:
 
     def _expendable(self, node: Node, tier: int, first: int, last: int) -> int:
         """The first page of [first, last) from which on nothing cached would lose its parent."""
-        beyond = node.children is not None or any(
-            held is not None and held[last:].count(NO_COPY) < node.pages - last for held in node.at
-        )
-        if not beyond:
-            return first
-        others = [t for t in LOCAL if t != tier]
-        for group in self.anchors:
-            alone = np.flatnonzero(~node.present(group, others)[first:last])
-            if alone.size:
-                first += int(alone[-1]) + 1
-        return first
+        lasting = self._whole(node, [t for t in LOCAL if t != tier])
+        found = np.flatnonzero(lasting)
+        deepest = node.pages if node.children is not None else int(found[-1]) if found.size else 0
+        missing = np.flatnonzero(~lasting[first : min(deepest, last)])
+        return first + int(missing[-1]) + 1 if missing.size else first
 
     def requeue(self, node: Node, tier: int) -> None:
         """Put a popped leaf back if something of it can go."""

@@ -313,9 +313,9 @@ class Persist:
             if lo == hi:
                 continue
             self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), self.ways.now())
-            for dropped in index.drop(node, lo, hi, Tier.DISK):
-                disk.free(dropped.handles)
-                freed += len(dropped.handles) * cache.item_bytes[dropped.group]
+            gone = index.evict(node, lo, hi, Tier.DISK)
+            cache.release(gone, disk)
+            freed += sum(len(d.handles) * cache.item_bytes[d.group] for d in gone if d.tier == Tier.DISK)
             self.counts["pages_evicted_disk"] += hi - lo
             self.counts["evictions_disk"] += 1
             index.settle(node)

@@ -128,9 +128,10 @@ class Space:
             self.counts["pages_lost_unsaved"] += hi - lo
         why = "no room in host"
         self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), self.ways.now())
-        for dropped in index.drop(node, lo, hi, Tier.HOST):
-            cache.pool.free(dropped.group, dropped.handles)
-            left[dropped.group] -= len(dropped.handles)
+        gone = index.evict(node, lo, hi, Tier.HOST)
+        cache.release(gone, self.persist.disk)
+        for dropped in gone:
+            left[dropped.group] -= len(dropped.handles) * (dropped.tier == Tier.HOST)
         self.counts["pages_evicted_host"] += hi - lo
         self.counts["evictions_host"] += 1
         index.settle(node)

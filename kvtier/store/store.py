@@ -237,10 +237,11 @@ class Store:
         """Weights changed: a new epoch begins, and nothing of the old one is served again, crash or not."""
         old = self.parts.opened(process, msg.cache)
         epoch = self.parts.epoch(old.base) if old.retired else old.epoch + 1
-        cache = self.parts.cache(old.spec, old.scope, epoch)
-        await self._supersede(cache)
-        process.ranks[cache.number] = process.ranks[old.number]
-        process.instance.shards.setdefault(cache.number, process.instance.shards.get(old.number, []))
+        rank, shards = process.ranks[old.number], process.instance.shards.get(old.number, [])
+        await self._supersede(self.parts.cache(old.spec, old.scope, epoch))
+        cache = self.parts.cache(old.spec, old.scope, self.parts.epoch(old.base))  # a later one, where others reset too
+        process.ranks[cache.number] = rank
+        process.instance.shards.setdefault(cache.number, shards)
         self.parts.prune()
         return self._opened(cache)
 

@@ -260,9 +260,8 @@ class Tokens:
         items = tuple(
             Items(g, msg.start, granted, cache.pool.offsets(g, row).tobytes()) for g, row in enumerate(handles)
         )
-        for at in range(granted):
-            if all(row[at] == NO_COPY for row in handles):
-                res.state[at] = SETTLED  # everything wanted is there already
+        there = ~np.logical_or.reduce([mask[:granted] for mask in lack])
+        res.state[:] = (there * np.uint8(SETTLED)).tobytes()
         self.parts.admit(res)
         return Reserved(res.number, granted, items, refused)
 
