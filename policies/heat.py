@@ -1,23 +1,20 @@
-"""heat: what has the lowest decayed access score goes first; the half-life follows the tier's turnover."""
+"""heat: what is least likely to be used soon goes first; how likely pages of a kind are is learnt as they are used."""
 
 from __future__ import annotations
 
-from math import log
+from collections.abc import Sequence
 from typing import Any
 
-from kvtier.heat import HALF_LIVES_S, nearest
-from kvtier.policy import Policy
+from kvtier.policy import ByKind
 
-SECONDS = tuple(half / log(2) for half in HALF_LIVES_S)
+POWER = 0.5
+"""0 is plain LRU; 1 trusts wholly what was learnt."""
 
 
-class Heat(Policy[None]):
-    """Rank = the time at which a single access would give as much heat: comparable whatever the half-life."""
+class Heat(ByKind):
+    """Kinds that are used more are kept longer, by the root of how much more."""
 
-    def rank(self, index: Any, node: Any) -> float:
-        """The score at the half-life of this tier, in seconds."""
-        if node.heat is None:
-            return super().rank(index, node)
-        number = nearest(self.turnover_s)
-        seconds: float = node.heat[number] * SECONDS[number]
-        return seconds
+    def pick(self, heads: Sequence[Any | None], now: float) -> int:
+        """The coldest head."""
+        del now
+        return self.coldest(heads, POWER)

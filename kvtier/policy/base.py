@@ -27,6 +27,8 @@ class Policy(Generic[N]):
 
     lanes: ClassVar[int] = 1
     """How many queues of leaves there are; `pick` says which one gives the next victim."""
+    page_tokens: ClassVar[int] = 0
+    """Tokens that a page stands for, where a trace says so; 0: what the cache's spec says."""
 
     def __init__(self, tier: int) -> None:
         self.tier = tier

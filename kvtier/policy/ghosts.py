@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
 MOST: Final = 8192
 """Entries for as many pages as the tier holds; with more, one page in 2, 4, 8 ... is remembered, by its name."""
+M = TypeVar("M")
 
 
-class Ghosts:
-    """A queue of page names, the oldest forgotten first. Counts are in pages, scaled up from the sample."""
+class Ghosts(Generic[M]):
+    """A queue of page names, the oldest forgotten first, each with a mark. An entry stands for `scale` pages."""
 
     __slots__ = ("_mask", "_names", "bound", "share")
 
@@ -20,20 +21,25 @@ class Ghosts:
         self.share = share
         """How many pages are remembered, as a multiple of the tier's."""
         self.bound = 0
-        self._names: OrderedDict[int, float] = OrderedDict()
+        self._names: OrderedDict[int, M] = OrderedDict()
         self._mask = 0
+
+    @property
+    def scale(self) -> int:
+        """One page in so many is remembered."""
+        return self._mask + 1
 
     def __len__(self) -> int:
         """Pages remembered."""
-        return len(self._names) * (self._mask + 1)
+        return len(self._names) * self.scale
 
     def resize(self, pages: int) -> None:
         """Follow the size of the tier."""
-        while pages > MOST * (self._mask + 1):
+        while pages > MOST * self.scale:
             self._mask = 2 * self._mask + 1
             for name in [name for name in self._names if name & self._mask]:
                 del self._names[name]
-        self.bound = int(pages * self.share) // (self._mask + 1)
+        self.bound = int(pages * self.share) // self.scale
         while len(self._names) > self.bound:
             self._names.popitem(last=False)
 
@@ -45,19 +51,18 @@ class Ghosts:
         found: list[int] = names.tolist()
         return found
 
-    def add(self, index: Any, node: Any, lo: int, hi: int, stamp: float = 0.0) -> None:
-        """Pages [lo, hi) of a node were evicted."""
+    def add(self, index: Any, node: Any, lo: int, hi: int, mark: M) -> list[M]:
+        """Pages [lo, hi) of a node were evicted; returns the marks of those that are forgotten for them."""
         names = self._names
+        out: list[M] = []
         for name in self._sampled(index, node, lo, hi):
-            names[name] = stamp
+            names[name] = mark
             names.move_to_end(name)
         while len(names) > self.bound:
-            names.popitem(last=False)
+            out.append(names.popitem(last=False)[1])
+        return out
 
-    def take(self, index: Any, node: Any, lo: int, hi: int) -> int:
-        """How many of the pages were remembered (scaled up); they are forgotten."""
-        found = 0
-        for name in self._sampled(index, node, lo, hi):
-            if self._names.pop(name, None) is not None:
-                found += 1
-        return found * (self._mask + 1)
+    def take(self, index: Any, node: Any, lo: int, hi: int) -> list[M]:
+        """Marks of those of the pages that were remembered; they are forgotten."""
+        names = self._names
+        return [names.pop(name) for name in self._sampled(index, node, lo, hi) if name in names]

@@ -71,6 +71,7 @@ async def replay(requests: Requests, policy: str, pages: Sequence[int], first: i
     """Send every request to a fresh store with exactly so many pages in host (and disk); count from `first` on."""
     clock = Clock()
     ways = Ways(policy, clock.read)
+    ways.policy = type("Replayed", (ways.policy,), {"page_tokens": requests.block_tokens})
     loop = asyncio.get_running_loop()
     room = pages[0] * PAGE_ALIGN
     with tempfile.TemporaryDirectory(prefix="kvtier-replay-") as folder:

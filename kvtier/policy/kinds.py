@@ -1,0 +1,180 @@
+"""Leaves by kind, and how soon each kind is used again, learnt from what is used and from what was evicted too early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+from typing import Any, Final, NamedTuple
+
+from kvtier.policy.ghosts import Ghosts
+from kvtier.policy.uses import Counting
+
+EARLY: Final = 0.05
+"""Added to every age, in turnovers: what was used just now is not infinitely hot."""
+FAITH: Final = 0.005
+"""Turnovers of evidence with which every kind starts out as hot as all others."""
+MEMORY: Final = 6.0
+"""Turnovers in which evidence comes to count half."""
+STEPS: Final = 8
+"""What was seen is taken for what is to come so often in a turnover."""
+KINDS: Final = 10
+_TAIL: Final = 0
+
+
+class Wait(NamedTuple):
+    """Pages of a kind, from when they could go on."""
+
+    kind: int
+    since: float
+    """Their age then, in turnovers."""
+    mark: float
+    """Where the clock stood at their last use."""
+    count: int
+    tail: int
+    """1: the last of them is the page that the first request for them ended in."""
+    votes: int = 0
+    """What `votes` said when they were evicted."""
+
+
+class ByKind(Counting):
+    """Leaves stand in a lane for each kind, least recently used first; ages are in turnovers of the tier.
+
+    A kind's chance to be used in the next moment is taken to fall with age as everything's does, times a multiple of
+    its own: uses seen, those of evicted pages included, over what the ages waited through let expect. With a power of
+    0 the victim is the least recently used, with higher ones kinds that are used more are kept longer.
+    """
+
+    lanes = KINDS
+
+    def __init__(self, tier: int) -> None:
+        super().__init__(tier)
+        self.clock = 0.0
+        self.heat = [1.0] * KINDS
+        """Of each kind: its multiple."""
+        self._next = 0.0
+        self._hits = [0.0] * KINDS
+        self._expected = [0.0] * KINDS
+        self._ghosts: Ghosts[Wait] = Ghosts()
+
+    def mark(self) -> float:
+        """Copies that the tier has taken in."""
+        return self.clock
+
+    def age(self, mark: float) -> float:
+        """Turnovers of the tier since then."""
+        return (self.clock - mark) / max(self.size, 64)
+
+    def kind(self, node: Any, count: int) -> int:
+        """1-6: used once (1, 2-3, more pages; after what few or many go on from); 7-9: used more often."""
+        if count > 1 or node.parent is None:
+            return 7 if count == 2 else 8 if count < 5 else 9
+        many = node.parent.parent is None or len(node.parent.children or ()) > 2
+        return 1 + min(2, node.pages // 2) + 3 * many
+
+    # -- learning ----------------------------------------------------------------------------------------------
+
+    def votes(self) -> int:
+        """Noted with each page that is evicted: who chose it."""
+        return 0
+
+    def regret(self, wait: Wait, pages: int) -> None:
+        """Pages were evicted too early."""
+
+    def _waited(self, wait: Wait, pages: float, *, used: bool) -> None:
+        """Pages waited, and were used or given up."""
+        passed = log((self.age(wait.mark) + EARLY) / (wait.since + EARLY)) if self.clock > wait.mark else 0.0
+        self._expected[wait.kind] += pages * max(0.0, passed)
+        self._hits[wait.kind] += pages * used
+
+    def learn(self) -> None:
+        """Take what was seen for what is to come."""
+        rate = (sum(self._hits) + 1.0) / (sum(self._expected) + 1.0)
+        faith, fade = FAITH * self.size + 1.0, 0.5 ** (1 / (STEPS * MEMORY))
+        for kind, hits in enumerate(self._hits):
+            self.heat[kind] = (hits / rate + faith) / (self._expected[kind] + faith)
+            self._hits[kind] *= fade
+            self._expected[kind] *= fade
+
+    # -- what happens ------------------------------------------------------------------------------------------
+
+    def gain(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """New pages, or ones that were evicted too early."""
+        new = self.note(node) is None
+        super().gain(index, node, lo, hi, copies)
+        self.clock += copies
+        self._ghosts.resize(self.size)
+        known = self._ghosts.take(index, node, lo, hi)
+        for wait in known:
+            self._waited(wait, self._ghosts.scale, used=True)
+            self.regret(wait, self._ghosts.scale)
+        if new:
+            uses = self.uses(node)
+            if known and 2 * len(known) * self._ghosts.scale >= hi - lo:
+                uses.count += max(wait.count for wait in known)
+            uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 1)
+        if self.clock >= self._next:
+            self._next = self.clock + max(64, self.size / STEPS)
+            self.learn()
+
+    def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """What goes is waited for a while longer."""
+        super().lose(index, node, lo, hi, copies)
+        uses = self.note(node)
+        if uses is None or uses.extra is None:
+            return
+        wait: Wait = uses.extra._replace(votes=self.votes())
+        forgotten = self._ghosts.add(index, node, lo, hi - wait.tail, wait)
+        forgotten += self._ghosts.add(index, node, hi - wait.tail, hi, wait._replace(kind=_TAIL))
+        uses.extra = uses.extra._replace(tail=0)
+        for each in forgotten:
+            self._waited(each, self._ghosts.scale, used=False)
+
+    def use(self, node: Any, now: float) -> None:
+        """A leaf's wait is over; what is above it is no candidate while it lasts."""
+        uses = self.uses(node)
+        if uses.extra is not None and node.tier_leaf(self.tier):
+            wait: Wait = uses.extra
+            self._waited(wait, node.count[self.tier] - wait.tail, used=True)
+            self._waited(wait._replace(kind=_TAIL), wait.tail, used=True)
+        super().use(node, now)
+        uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 0)
+
+    def fall(self, node: Any, parent: Any) -> None:
+        """The parent may be a leaf from now on."""
+        super().fall(node, parent)
+        up = self.note(parent)
+        if up is not None:
+            up.extra = Wait(self.kind(parent, up.count), self.age(up.mark), up.mark, up.count, 0)
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """Both halves were used alike; the page that a request ended in stays below."""
+        super().split(upper, lower)
+        uses = self.note(upper)
+        if uses is not None and uses.extra is not None:
+            uses.extra = uses.extra._replace(tail=0)
+
+    # -- what goes ---------------------------------------------------------------------------------------------
+
+    def lane(self, node: Any) -> int:
+        """Its kind; that page goes by itself, as a kind of its own."""
+        uses = self.note(node)
+        if uses is None or uses.extra is None:
+            return 1
+        wait: Wait = uses.extra
+        return _TAIL if wait.tail else wait.kind
+
+    def share(self, node: Any) -> int:
+        """That page alone, or a run."""
+        uses = self.note(node)
+        return 1 if uses is not None and uses.extra is not None and uses.extra.tail else super().share(node)
+
+    def coldest(self, heads: Sequence[Any | None], power: float) -> int:
+        """The lane whose head has waited longest for its kind."""
+        best, found = -1.0, 0
+        for lane, head in enumerate(heads):
+            if head is not None:
+                uses = self.note(head)
+                wait = (self.age(uses.mark if uses is not None else 0.0) + EARLY) / self.heat[lane] ** power
+                if wait > best:
+                    best, found = wait, lane
+        return found

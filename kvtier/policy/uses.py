@@ -1,0 +1,73 @@
+"""What several policies note of a node: how often it was used, and where the policy's own clock stood at the last use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.policy.base import Policy
+
+
+class Uses:
+    """Of a node: the mark of its last use, how often it was used, how many of those uses its parent has.
+
+    `extra` is the policy's own.
+    """
+
+    __slots__ = ("count", "extra", "given", "mark")
+
+    def __init__(self, mark: float, count: int, given: int) -> None:
+        self.mark = mark
+        self.count = count
+        self.given = given
+        self.extra: Any = None
+
+
+class Counting(Policy[Uses]):
+    """Counts uses. Whoever used a node used all that is above it; each use is handed up once, when the node goes."""
+
+    def mark(self) -> float:
+        """What a use is marked with now: the time, unless a policy has another clock. It never falls."""
+        return self.now
+
+    def uses(self, node: Any) -> Uses:
+        """What is noted of a node; a fresh note where there is none."""
+        uses = self.note(node)
+        if uses is None:
+            uses = Uses(self.mark(), 0, 0)
+            self.write(node, uses)
+        return uses
+
+    def gain(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """A new node counts as used once; that use was counted above it too."""
+        super().gain(index, node, lo, hi, copies)
+        if self.note(node) is None:
+            self.write(node, Uses(self.mark(), 1, 1))
+
+    def use(self, node: Any, now: float) -> None:
+        """One more."""
+        super().use(node, now)
+        uses = self.uses(node)
+        uses.count += 1
+        uses.mark = self.mark()
+
+    def fall(self, node: Any, parent: Any) -> None:
+        """The parent was used whenever the node was."""
+        uses = self.note(node)
+        if uses is None:
+            return
+        up = self.note(parent)
+        if up is None:
+            up = Uses(uses.mark, 0, 0)
+            self.write(parent, up)
+        up.count += uses.count - uses.given
+        up.mark = max(up.mark, uses.mark)
+        uses.given = uses.count
+
+    def split(self, upper: Any, lower: Any) -> None:
+        """Both halves were used alike."""
+        uses = self.note(lower)
+        if uses is not None:
+            above = Uses(uses.mark, uses.count, uses.given)
+            above.extra = uses.extra
+            self.write(upper, above)
+            uses.given = uses.count
