@@ -11,7 +11,7 @@ from kvtier.policy.base import Policy
 from kvtier.sources import names, source
 from kvtier.types import KvtierError, bad
 
-DEFAULT: Final = "lru"
+DEFAULT: Final = "heat"
 
 
 class Found(NamedTuple):

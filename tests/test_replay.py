@@ -1,0 +1,193 @@
+"""Replay through the real store: equal to brute force on small traces, to the published figures on real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.ctl import main
+from kvtier.replay.bound import belady
+from kvtier.replay.drive import replay
+from kvtier.replay.trace import Mix, read, segments
+from kvtier.sizing.replay import belady_hits, leaf_first_hits, lru_hits
+from kvtier.types import KvtierError, Tier
+from tracekit import longest, published, traces
+
+TABLE = {
+    "mooncake_conversation": {
+        "1%": (5.35, 25.12),
+        "5%": (19.96, 37.36),
+        "10%": (28.44, 37.36),
+        "25%": (36.04, 37.36),
+        "50%": (37.03, 37.36),
+        "100%": (37.36, 37.36),
+    },
+    "mooncake_synthetic": {
+        "1%": (3.88, 18.89),
+        "5%": (15.96, 40.30),
+        "10%": (26.73, 51.56),
+        "25%": (45.22, 63.74),
+        "50%": (59.96, 65.12),
+        "100%": (65.12, 65.12),
+    },
+    "kvct_claudecode": {
+        "0.5%": (34.02, 59.93),
+        "1%": (66.55, 80.96),
+        "2%": (89.09, 92.85),
+        "5%": (95.12, 96.06),
+        "10%": (96.06, 96.06),
+    },
+}
+"""Published token hit ratios of LRU and Belady, in percent, by capacity in percent of the unique blocks."""
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(traces(), st.integers(0, 20))
+def test_lru_equals_brute_force(trace, spare):
+    """The store evicts what an LRU stack evicts, and what eviction of the oldest leaf evicts, block for block."""
+    pages = longest(trace) + spare
+    outcome = asyncio.run(replay(segments(trace), "lru", [pages]))
+    hits = sum(outcome.hit_tokens.values()) // trace.block_tokens
+    assert hits == lru_hits(trace, pages) == leaf_first_hits(trace, pages)
+
+
+@settings(max_examples=200, deadline=None)
+@given(traces(), st.integers(1, 40))
+def test_belady_equals_brute_force(trace, pages):
+    """The bound over segments is the bound over blocks."""
+    ratio = belady(segments(trace), pages)
+    assert ratio * sum(trace.input_tokens) == pytest.approx(4 * belady_hits(trace, pages))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", TABLE)
+def test_published_traces_give_the_published_ratios(name):
+    """LRU and Belady within 0.1 point at every capacity of the table."""
+    requests = read([published(name)], Mix())
+    for text, (lru, best) in TABLE[name].items():
+        pages = int(requests.blocks * float(text.rstrip("%")) / 100)
+        outcome = asyncio.run(replay(requests, "lru", [pages]))
+        assert 100 * outcome.ratio == pytest.approx(lru, abs=0.1), text
+        assert 100 * belady(requests, pages) == pytest.approx(best, abs=0.1), text
+
+
+def test_a_published_trace_gives_the_published_ratios():
+    """The smallest of them at one capacity, in every run of the suite."""
+    requests = read([published("mooncake_synthetic")], Mix())
+    outcome = asyncio.run(replay(requests, "lru", [requests.blocks // 20]))
+    assert 100 * outcome.ratio == pytest.approx(15.96, abs=0.1)
+    assert 100 * belady(requests, requests.blocks // 20) == pytest.approx(40.30, abs=0.1)
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(traces(20, 15), st.integers(0, 4))
+def test_a_lower_tier_serves_what_the_upper_one_lost(trace, spare):
+    """With a disk that holds everything nothing is missed twice, whatever host holds; hits count once."""
+    pages = longest(trace) + spare
+    outcome = asyncio.run(replay(segments(trace), "lru", [pages, 4 * len(trace.parent) + 64]))
+    assert sum(outcome.hit_tokens.values()) // trace.block_tokens == lru_hits(trace, len(trace.parent))
+    assert outcome.hit_tokens[Tier.HOST] // trace.block_tokens <= lru_hits(trace, len(trace.parent))
+
+
+def mooncake(path: Path) -> Path:
+    """Three requests: a cold one, the same again, a branch of it."""
+    rows = [(0, [1, 2, 3], 1500), (1000, [1, 2, 3], 1536), (2500, [1, 2, 9], 1536)]
+    lines = [
+        json.dumps({"timestamp": at, "input_length": tokens, "output_length": 7, "hash_ids": ids})
+        for at, ids, tokens in rows
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def lookups(path: Path) -> Path:
+    """The same as an engine's lookup log, with the bytes of a token."""
+    rows = [(0.0, ["a", "b", "c"], 768), (1.0, ["a", "b", "c"], 768), (2.5, ["a", "b", "z"], 800)]
+    lines = [
+        json.dumps(
+            {
+                "timestamp": at, "chunk_hashes": ids, "chunk_size": 256, "seq_len": tokens,
+                "shapes": [[2, 4, 256, 8]], "dtypes": ["torch.bfloat16"],
+            }
+        )
+        for at, ids, tokens in rows
+    ]  # fmt: skip
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def ctl(*args: str) -> list | dict:
+    """Kvtierctl replay --json."""
+    result = CliRunner().invoke(main, ["replay", *args, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_mooncake_json_lines(tmp_path):
+    """Two of three blocks were there at the branch, all at the repetition; the cold start counts as a miss."""
+    data = ctl(str(mooncake(tmp_path / "m.jsonl")), "--policy", "lru", "--capacity", "100%")
+    assert data["requests"] == 3
+    assert data["tokens"] == 1500 + 1536 + 1536
+    assert data["hit_ratio"] == pytest.approx((3 + 2) * 512 / data["tokens"])
+    assert data["belady_hit_ratio"] == pytest.approx(data["hit_ratio"])
+
+
+def test_lookup_logs(tmp_path):
+    """Chunks of 256 tokens, and sizes that the log itself tells."""
+    data = ctl(str(lookups(tmp_path / "l.jsonl")), "--capacity", "100%")
+    assert data["hit_ratio"] == pytest.approx((3 + 2) * 256 / (768 + 768 + 800))
+    assert data["page_bytes"] == 2 * 4 * 256 * 8 * 2
+    assert data["bytes_moved"] == 4 * data["page_bytes"]
+
+
+def test_an_npz_trace(tmp_path):
+    """Blocks as parents, requests as leaves."""
+    import numpy as np
+
+    path = tmp_path / "t.npz"
+    arrays = {"dpar": [0, 0, 0, 1], "leaf": [2, 2, 3], "inp": [1500, 1536, 1536], "out": [0, 0, 0], "dt_ms": [0, 5, 5]}
+    np.savez(path, bs=np.array([512]), **{name: np.array(values, "<i8") for name, values in arrays.items()})
+    data = ctl(str(path), "--capacity", "4")
+    assert data["hit_ratio"] == pytest.approx((3 + 2) * 512 / (1500 + 1536 + 1536))
+    assert data["capacity_pages"] == 4
+
+
+def test_several_capacities_give_a_list(tmp_path):
+    """In the order asked for, whether by comma or by repeating; one gives an object."""
+    path = str(mooncake(tmp_path / "m.jsonl"))
+    several = ctl(path, "--capacity", "3,75%", "--capacity", "3+16")
+    assert [each["capacity"] for each in several] == ["3", "75%", "3+16"]
+    assert list(several[2]["tiers"]) == ["host", "disk"]
+    assert isinstance(ctl(path, "--capacity", "3"), dict)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--capacity", "many"], "capacity"),
+        (["--capacity", "1GiB"], "token-bytes"),
+        (["--policy", "none-such", "--capacity", "3"], "lru"),
+        (["--warmup", "150%", "--capacity", "3"], "warmup"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, args, said):
+    """One line on stderr names the option and what would do."""
+    result = CliRunner().invoke(main, ["replay", str(mooncake(tmp_path / "m.jsonl")), *args])
+    assert result.exit_code == 1
+    assert said in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_broken_line_is_named(tmp_path):
+    """The file, the line and the field."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 512, "hash_ids": [1]}\n{"hash_ids": 7}\n')
+    with pytest.raises(KvtierError, match=r"bad\.jsonl:2 hash_ids"):
+        read([path], Mix())
