@@ -1,4 +1,4 @@
-"""gdsf: what is used least, times what it costs to compute again per byte, goes first; evictions age those that stay."""
+"""gdsf: what is used least, times what a byte of it costs to compute again, goes first; what stays grows older."""
 
 from __future__ import annotations
 

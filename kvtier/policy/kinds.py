@@ -1,4 +1,4 @@
-"""Leaves by kind, and how soon each kind is used again, learnt from what is used and from what was evicted too early."""
+"""Leaves by kind, and how soon each kind is used again, learnt from uses and from what was evicted too early."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Wait(NamedTuple):
     """Their age then, in turnovers."""
     mark: float
     """Where the clock stood at their last use."""
-    count: int
+    often: int
+    """How often they had been used."""
     tail: int
     """1: the last of them is the page that the first request for them ended in."""
     votes: int = 0
@@ -68,8 +69,9 @@ class ByKind(Counting):
         """1-6: used once (1, 2-3, more pages; after what few or many go on from); 7-9: used more often."""
         if count > 1 or node.parent is None:
             return 7 if count == 2 else 8 if count < 5 else 9
-        many = node.parent.parent is None or len(node.parent.children or ()) > 2
-        return 1 + min(2, node.pages // 2) + 3 * many
+        many: bool = node.parent.parent is None or len(node.parent.children or ()) > 2
+        size: int = min(2, node.pages // 2)
+        return 1 + size + 3 * many
 
     # -- learning ----------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class ByKind(Counting):
         if new:
             uses = self.uses(node)
             if known and 2 * len(known) * self._ghosts.scale >= hi - lo:
-                uses.count += max(wait.count for wait in known)
+                uses.count += max(wait.often for wait in known)
             uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 1)
         if self.clock >= self._next:
             self._next = self.clock + max(64, self.size / STEPS)

@@ -1,4 +1,4 @@
-"""What several policies note of a node: how often it was used, and where the policy's own clock stood at the last use."""
+"""What several policies note of a node: how often it was used, and the policy's own clock at the last use."""
 
 from __future__ import annotations
 
