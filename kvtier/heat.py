@@ -84,6 +84,11 @@ class Heat:
             upper.heat = array("d", heat)
             heat[_COUNT:] = heat[:_COUNT]
 
+    def join(self, upper: Warm, lower: Warm) -> None:
+        """`lower` takes over the pages of `upper`, its parent."""
+        self.fall(lower, upper)
+        lower.heat = upper.heat
+
     @staticmethod
     def level(node: Warm, number: int, now: float) -> float:
         """Accesses of `node`, each counted down by the half-life since; the last one counts 1."""

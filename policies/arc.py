@@ -64,6 +64,13 @@ class Arc(Counting):
         super().fall(node, parent)
         self._count(parent)
 
+    def join(self, upper: Any, lower: Any) -> None:
+        """The upper node's pages count where the lower one's do."""
+        super().join(upper, lower)
+        self._count(lower)
+        for node, sign in ((upper, -1), (lower, 1)):
+            self._held[self.lane(node)] += sign * upper.count[self.tier]
+
     def lane(self, node: Any) -> int:
         """Once, or more often."""
         uses = self.note(node)

@@ -53,6 +53,11 @@ class S3fifo(Counting):
         uses.extra = (1, next(self._places), spent)
         return True
 
+    def join(self, upper: Any, lower: Any) -> None:
+        """The upper node's pages stand where the lower one's do."""
+        super().join(upper, lower)
+        self._small += upper.count[self.tier] * ((self.lane(lower) == 0) - (self.lane(upper) == 0))
+
     def lane(self, node: Any) -> int:
         """Small or main."""
         uses = self.note(node)

@@ -53,7 +53,8 @@ def policy(request: pytest.FixtureRequest, own: Path) -> str:
 class Forest:
     """A radix index over one tier of so many slots, driven by hand: what the store does, without bytes."""
 
-    def __init__(self, policy: str, room: int) -> None:
+    def __init__(self, policy: str, room: int, *, joins: bool = False) -> None:
+        self.joins = joins
         self.order = Order(Tier.HOST, load(policy)(Tier.HOST))
         self.index = RadixIndex(spec(page_tokens=1), bytes(16), {Tier.HOST: self.order})
         self.room = room
@@ -71,6 +72,8 @@ class Forest:
         if found.pages:
             node = index.ending_at(found.node, found.pages)
             index.use(node, self.now)
+            if self.joins:
+                index.join(node)
         index.lease(node)
         missing = len(keys) // stride - found.pages
         if missing:
@@ -123,10 +126,10 @@ paths = st.lists(st.integers(0, 2), min_size=1, max_size=10).map(lambda pages: t
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(paths, st.booleans()), min_size=1, max_size=60), st.integers(1, 25))
-def test_leaves_go_first_and_leases_hold(policy, requests, room):
+@given(st.lists(st.tuples(paths, st.booleans()), min_size=1, max_size=60), st.integers(1, 25), st.booleans())
+def test_leaves_go_first_and_leases_hold(policy, requests, room, joins):
     """Whatever is asked and held: no page outlives its parent, nothing leased goes, the counts agree."""
-    forest = Forest(policy, room)
+    forest = Forest(policy, room, joins=joins)
     leased = []
     for keys, hold in requests:
         forest.request(keys)
@@ -153,6 +156,15 @@ def test_the_same_requests_evict_the_same_pages(policy, requests, room):
     one, other = Forest(policy, room), Forest(policy, room)
     assert [one.request(keys) for keys in requests] == [other.request(keys) for keys in requests]
     assert one.gone == other.gone
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(paths, min_size=1, max_size=60), st.integers(10, 25))
+def test_joining_nodes_changes_no_eviction(requests, room):
+    """Under LRU the same pages are found whether or not the nodes above a used one are joined to it."""
+    plain, joined = Forest("lru", room), Forest("lru", room, joins=True)
+    assert [plain.request(keys) for keys in requests] == [joined.request(keys) for keys in requests]
+    assert joined.index.nodes <= plain.index.nodes
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))

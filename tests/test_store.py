@@ -703,3 +703,21 @@ async def test_a_new_shape_beside_a_full_one_grows_to_its_fair_share(tmp_path: P
         late.leave()
         await quiet(store)
         assert idle(store) == []
+
+
+async def test_many_short_matches_do_not_cut_a_prompt_to_pieces():
+    """Each match ends its own node; where nothing else branches or ends there, the pieces are joined again."""
+    async with storing(None) as store:
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 64),)))
+        keys = tokens(*range(500))
+        await engine.put(keys)
+        stride = engine.spec.stride
+        order = np.random.default_rng(1).permutation(500)
+        for pages in order:
+            await engine.match(keys[: (int(pages) + 1) * stride])
+        await engine.match(keys)
+        index = store.parts.caches[engine.opened.cache].radix
+        assert index.nodes < 64
+        assert store.parts.check() == []
+        assert await engine.get(keys) == 500

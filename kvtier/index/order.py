@@ -36,6 +36,9 @@ class Warmth(Protocol):
     def split(self, upper: Any, lower: Any) -> None:
         """`upper` is the new first part of what `lower` was."""
 
+    def join(self, upper: Any, lower: Any) -> None:
+        """`lower` takes over the pages of `upper`, its parent."""
+
 
 class Ranking(Protocol):
     """What an order asks of a policy; kvtier.policy.Policy says more of each."""
@@ -58,6 +61,9 @@ class Ranking(Protocol):
 
     def split(self, upper: Any, lower: Any) -> None:
         """`upper` is the new first part of what `lower` was."""
+
+    def join(self, upper: Any, lower: Any) -> None:
+        """`lower` takes over the pages of `upper`, its parent, which has no other child."""
 
     def lane(self, node: Any) -> int:
         """Which lane a leaf is in, 0 to `lanes` - 1."""
@@ -93,6 +99,9 @@ class Recency:
         """The index keeps the time."""
 
     def split(self, upper: Any, lower: Any) -> None:
+        """The index keeps the time."""
+
+    def join(self, upper: Any, lower: Any) -> None:
         """The index keeps the time."""
 
     def lane(self, node: Any) -> int:

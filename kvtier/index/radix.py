@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ from kvtier.index.base import Index
 from kvtier.index.node import LOCAL, Node
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY
+
+CROWD: Final = 32
+SHORT: Final = 8
+"""So many nodes in a row with fewer pages each, on average, are joined where they can be."""
 
 
 class Found(NamedTuple):
@@ -183,6 +187,57 @@ class RadixIndex(Index):
         self._recount(upper, node)
         return upper
 
+    def crowded(self, node: Node) -> bool:
+        """Whether the path to `node` is cut into so many short nodes that a match of it is slow."""
+        up, steps = node, 0
+        while steps < CROWD and up.parent is not None:
+            up, steps = up.parent, steps + 1
+        return steps == CROWD and node.end - up.end < SHORT * CROWD
+
+    def join(self, node: Node) -> int:
+        """Give `node` the pages above it, as far as nothing ends or branches off between; returns nodes that went.
+
+        Only for a node that was used just now, when all above it was used too: the order of eviction stays what it is.
+        Whoever noted a node that goes held a lease on its end, and then it stays.
+        """
+        gone: list[Node] = []
+        top = node
+        while (up := top.parent) is not None and up is not self.root and self._joinable(up, node):
+            gone.append(up)
+            top = up
+        if not gone:
+            return 0
+        chain = [*reversed(gone), node]
+        node.at = [_joined([each.at[n] for each in chain], chain, b"\xff" * 8) for n in range(len(node.at))]
+        node.sums = [_joined([each.sums[g] for each in chain], chain, bytes(8)) for g in range(self.groups)]
+        for up in gone:
+            if self.heat is not None:
+                self.heat.join(up, node)
+            for order in self.orders.values():
+                order.policy.join(up, node)
+        node.chain = (
+            None if any(each.chain is None for each in chain) else b"".join(each.chain or b"" for each in chain)
+        )
+        node.edge = b"".join(each.edge for each in chain)
+        node.depth, node.parent = top.depth, top.parent
+        node.pages += sum(up.pages for up in gone)
+        node.live += sum(up.pages for up in gone)
+        node.count = [sum(each.count[tier] for each in chain) for tier in range(len(node.count))]
+        assert node.parent is not None
+        self._attach(node.parent, node.edge[: self.stride], node)
+        for up in gone:
+            self.pages += up.pages
+            self._die(up)
+        self._offer_all(node)
+        return len(gone)
+
+    @staticmethod
+    def _joinable(up: Node, node: Node) -> bool:
+        """Whether a node with one child only differs in nothing from it that matters."""
+        assert up.children is not None
+        alike = up.refs == node.refs and up.keep == node.keep and not up.over
+        return len(up.children) == 1 and up.live == up.pages and up.time <= node.time and alike
+
     def _recount(self, upper: Node, lower: Node) -> None:
         """Share the copies' counts out between the halves of a split."""
         for tier, total in enumerate(lower.count):
@@ -241,3 +296,14 @@ def _halves(held: array[int], at: int) -> tuple[array[int] | None, array[int] | 
         None if first.tobytes() == empty * len(first) else first,
         None if last.tobytes() == empty * len(last) else last,
     )
+
+
+def _joined(parts: Sequence[array[int] | None], chain: Sequence[Node], empty: bytes) -> array[int] | None:
+    """What nodes in a row have of each page, one after the other; None where none has anything."""
+    kept = next((part for part in parts if part is not None), None)
+    if kept is None:
+        return None
+    out = array(kept.typecode)
+    for part, node in zip(parts, chain, strict=True):
+        out.frombytes(empty * node.pages if part is None else part.tobytes())
+    return out

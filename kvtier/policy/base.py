@@ -88,6 +88,9 @@ class Policy(Generic[N]):
         if note is not None:
             self.write(upper, note)
 
+    def join(self, upper: Any, lower: Any) -> None:
+        """`lower` takes over the pages of its parent `upper`, which had no other child; it was used just now."""
+
     # -- what goes ---------------------------------------------------------------------------------------------
 
     def lane(self, node: Any) -> int:

@@ -71,3 +71,11 @@ class Counting(Policy[Uses]):
             above.extra = uses.extra
             self.write(upper, above)
             uses.given = uses.count
+
+    def join(self, upper: Any, lower: Any) -> None:
+        """What was used as often as the upper node was, the lower one's uses among it."""
+        Counting.fall(self, lower, upper)
+        above = self.note(upper)
+        if above is not None:
+            uses = self.uses(lower)
+            uses.count, uses.given = above.count, above.given

@@ -75,6 +75,8 @@ class Tokens:
         index = path.cache.radix
         node = index.ending_at(found.node, found.pages)
         index.use(node, self.parts.now())
+        if index.crowded(node) and not self.parts.loading:
+            index.join(node)
         return node
 
     def forget(self, process: Process, msg: Forget) -> Ok:
