@@ -99,10 +99,10 @@ class Open(Message):
 
     spec: CacheSpec
     rank: int = -1
-    """-1: this process only matches, or holds whole pages; else which of `world` shards."""
+    """Which of `world` workers; -1: a scheduler, or an engine of one process, which writes what it reserves itself."""
     world: int = 1
     slices: tuple[Slice, ...] = ()
-    """One per group; empty means whole items. Ranks with equal slices are replicas: one copy is stored."""
+    """One per group; empty means whole items. Workers with equal slices are replicas: one of them writes."""
     epoch: int = 0
     """The newest epoch this engine knows; an older one here moves up to it."""
 
@@ -122,6 +122,8 @@ class Opened(Message):
     cache_id: bytes
     epoch: int
     groups: tuple[GroupInfo, ...]
+    writes_above: int = -1
+    """This process writes its shard of others' reservations with higher numbers; -1: a replica does, or none."""
 
 
 class Reset(Message):
@@ -238,6 +240,8 @@ class Reserved(Message):
     items: tuple[Items, ...] = ()
     refused: str = ""
     """Why fewer pages than asked: a types.Code."""
+    writes: bool = True
+    """Whether who reserved writes them; false for a scheduler beside workers."""
 
 
 class Commit(Message):

@@ -907,7 +907,7 @@ async def test_a_cancelled_load_fences_its_rows_until_the_daemons_word(daemon, m
 async def test_async_processes_of_an_instance_share_what_one_holds(daemon):
     """A lease and a reservation taken by one are read and filled by another."""
     async with AsyncClient(daemon.socket, instance="pair") as one, AsyncClient(daemon.socket, instance="pair") as two:
-        mine, theirs = await one.open(SPEC), await two.open(SPEC)
+        mine, theirs = await one.open(SPEC), await two.open(SPEC, rank=0)
         reserved = await (await mine.match(keys(1))).reserve(0, 1)
         filled = await theirs.adopt(reserved.share())
         assert filled.write(0, 0, content(0, FULL.item_bytes))

@@ -137,7 +137,7 @@ class Commits:
             return False
         if res.waiting and not res.cache.spec.keyed and not self._fed(res):
             res.abandon(complete=True)
-        return res.settled or ((res.dead or res.stuck) and self._quiet(res))
+        return res.settled or ((res.dead or res.stuck) and not res.writable)
 
     def _end(self, res: Reservation) -> None:
         """Its slots return; what waited for pages that it gave up ends too."""
@@ -169,18 +169,13 @@ class Commits:
     # -- giving up ---------------------------------------------------------------------------------------------
 
     def abort(self, process: Process, msg: Abort) -> Ok:
-        """The process writes no more; when no other may either, the slots return."""
+        """The process writes no more; when no other writer may either, the slots return."""
         res = self._find(process, msg.reservation)
         if res is not None:
             res.acks.add(process)
             res.abandon()
             self._finish(res)
         return Ok()
-
-    @staticmethod
-    def _quiet(res: Reservation) -> bool:
-        """Whether every process that could write into the reservation said that it will not."""
-        return not any(res.writable(p) for p in res.instance.processes if res.cache.number in p.ranks)
 
     def process_gone(self, process: Process) -> None:
         """A dead process writes no more: aborted reservations that waited for its word may end."""

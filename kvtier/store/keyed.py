@@ -122,20 +122,20 @@ class Keys:
         need = self.lack(process.instance, cache, names)
         got = cache.pool.alloc(msg.group, need)
         if len(got) == need:
-            return self.fill(process.instance, cache, names, msg.group, got, "")
+            return self.fill(process, cache, names, msg.group, got, "")
         cache.free_host(msg.group, got)
-        return self._reserve_later(process.instance, cache, names, msg.group, deadline)
+        return self._reserve_later(process, cache, names, msg.group, deadline)
 
     async def _reserve_later(
-        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+        self, process: Process, cache: Cache, names: list[bytes], group: int, deadline: float
     ) -> Reserved:
         needs = [0] * cache.index.groups
-        needs[group] = self.lack(instance, cache, names)
+        needs[group] = self.lack(process.instance, cache, names)
         got = await self.parts.space.take(cache, needs, deadline)
-        if cache.retired or instance.gone:
+        if cache.retired or process.instance.gone:
             self.parts.space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        return self.fill(instance, cache, names, group, got[group], Code.NO_SPACE)
+        return self.fill(process, cache, names, group, got[group], Code.NO_SPACE)
 
     @staticmethod
     def lack(instance: Instance, cache: Cache, names: list[bytes]) -> int:
@@ -144,10 +144,10 @@ class Keys:
         return min(absent, instance.room() // cache.slot_cost(names[0][0])) if names else 0
 
     def fill(
-        self, instance: Instance, cache: Cache, names: list[bytes], group: int, got: array[int], short: str
+        self, process: Process, cache: Cache, names: list[bytes], group: int, got: array[int], short: str
     ) -> Reserved:
         """Make the reservation of as many leading keys as the slots cover."""
-        now = self.parts.now()
+        now, instance = self.parts.now(), process.instance
         row: list[int] = []
         used = 0
         refused = ""
@@ -169,11 +169,11 @@ class Keys:
             cache.index.lease(node)
         handles = [array("q", [NO_COPY]) * len(row) for _ in range(cache.index.groups)]
         handles[group] = array("q", row)
-        res = Reservation(next(self.parts.numbers), cache, instance, nodes, 0, handles)
+        res = Reservation(next(self.parts.numbers), cache, process, nodes, 0, handles)
         res.state[:] = bytes(SETTLED if handle == NO_COPY else 0 for handle in row)
         offsets = cache.pool.offsets(group, handles[group]).tobytes()
         self.parts.admit(res)
-        return Reserved(res.number, len(row), (Items(group, 0, len(row), offsets),), refused)
+        return Reserved(res.number, len(row), (Items(group, 0, len(row), offsets),), refused, res.writes)
 
 
 def host_items(cache: Cache, nodes: list[Node | None], group: int) -> tuple[array[int], array[int]]:
