@@ -21,6 +21,10 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<IBBHQ")
 MAX_BODY: Final = 64 << 20
 MAX_NAME: Final = 128
+MAX_KEYS: Final = 512
+"""Opaque keys of one request: some milliseconds in which the daemon serves nobody else."""
+MAX_ASKED: Final = 4096
+"""The same of Exists, which costs a fraction of that a key."""
 ARENA_SHIFT: Final = 44
 """An address is arena number << ARENA_SHIFT | byte offset in that arena."""
 

@@ -88,10 +88,13 @@ class OpenCache:
         return True
 
     def _existing(self, group: int, keys: bytes) -> Steps[bytes]:
-        """Presence of opaque keys."""
+        """Presence of opaque keys, as many a request as the daemon takes."""
         joined, number = yield from self.entering()
-        reply = yield Call(joined, wire.Exists(number, group, keys), wire.Existence)
-        return cast("wire.Existence", reply).states
+        step, states = wire.MAX_ASKED * self.spec.key_bytes, []
+        for at in range(0, max(1, len(keys)), step):
+            reply = yield Call(joined, wire.Exists(number, group, keys[at : at + step]), wire.Existence)
+            states.append(cast("wire.Existence", reply).states)
+        return b"".join(states)
 
     def _acquiring_keys(self, group: int, keys: bytes, wait_ms: int) -> Steps[tuple[Joined, wire.Acquired]]:
         """Lease opaque keys."""

@@ -12,9 +12,7 @@ from kvtier.store.loads import Missing
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import SETTLED, Reservation
 from kvtier.types import NO_COPY, Code, Presence, Tier, bad
-from kvtier.wire import Acquired, AcquireKeys, Existence, Exists, Items, Reserved, ReserveKeys
-
-MAX_KEYS = 1 << 16
+from kvtier.wire import MAX_ASKED, MAX_KEYS, Acquired, AcquireKeys, Existence, Exists, Items, Reserved, ReserveKeys
 
 
 class Keys:
@@ -23,7 +21,9 @@ class Keys:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    def names(self, process: Process, number: int, group: int, keys: bytes) -> tuple[Cache, list[bytes]]:
+    def names(
+        self, process: Process, number: int, group: int, keys: bytes, most: int = MAX_KEYS
+    ) -> tuple[Cache, list[bytes]]:
         """The cache and the index names of concatenated keys; raises bad_request or unknown."""
         cache = self.parts.opened(process, number)
         if not cache.spec.keyed:
@@ -31,13 +31,13 @@ class Keys:
         if not 0 <= group < cache.index.groups:
             raise bad("group", f"0..{cache.index.groups - 1}", group)
         size = cache.spec.key_bytes
-        if len(keys) % size or len(keys) > size * MAX_KEYS:
-            raise bad("keys", f"1..{MAX_KEYS} keys of {size} bytes", len(keys))
+        if len(keys) % size or len(keys) > size * most:
+            raise bad("keys", f"1..{most} keys of {size} bytes", len(keys))
         return cache, [cache.keyed.name(group, keys[at : at + size]) for at in range(0, len(keys), size)]
 
     def exists(self, process: Process, msg: Exists) -> Existence:
         """One Presence byte per key."""
-        cache, names = self.names(process, msg.cache, msg.group, msg.keys)
+        cache, names = self.names(process, msg.cache, msg.group, msg.keys, MAX_ASKED)
         found = cache.keyed.find
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
         cache.counts["keys_asked"] += len(names)

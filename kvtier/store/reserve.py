@@ -161,23 +161,31 @@ class Reservation:
 
     def publish_keys(self, positions: list[int], now: float) -> list[int]:
         """Serve complete keys, whatever the others do; returns the positions that are new."""
-        index = self.cache.keyed
-        out = []
-        for at in positions:
-            node = self.nodes[at]
-            if self.state[at] != COMPLETE or node.dead:
-                continue
+        ready = [at for at in positions if self.state[at] == COMPLETE and not self.nodes[at].dead]
+        fresh, known = [], []
+        for at in ready:
+            (known if self.nodes[at].live else fresh).append(at)
+            self.nodes[at].live = 1
+        self._serve_keys(fresh, now)
+        for at in known:
             self.next = at
-            if node.live:
-                self._merge(node, 0)
-            else:
-                self._serve(node, 0, 1)
-                node.live = 1
-                index.fresh(node, now)
-                out.append(at)
-            self.published += 1
-        self.cache.counts["pages_published"] += len(out)
-        return out
+            self._merge(self.nodes[at], 0)
+        self.published += len(ready)
+        self.cache.counts["pages_published"] += len(fresh)
+        return fresh
+
+    def _serve_keys(self, positions: list[int], now: float) -> None:
+        """Hand the slots of keys to the index: the pool is told once for all of them."""
+        index = self.cache.keyed
+        for group, held in enumerate(self.handles):
+            mine = [at for at in positions if held[at] != NO_COPY]
+            if mine:
+                self.cache.settle_host(group, array("q", [held[at] for at in mine]))
+            for at in mine:
+                index.put(self.nodes[at], 0, Tier.HOST, group, held[at : at + 1], self.sums[group][at : at + 1])
+        for at in positions:
+            index.fresh(self.nodes[at], now)
+            self._settled(at, at + 1)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
