@@ -162,7 +162,8 @@ class Reservation:
     def publish_keys(self, positions: list[int], now: float) -> list[int]:
         """Serve complete keys, whatever the others do; returns the positions that are new."""
         ready = [at for at in positions if self.state[at] == COMPLETE and not self.nodes[at].dead]
-        fresh, known = [], []
+        fresh: list[int] = []
+        known: list[int] = []
         for at in ready:
             (known if self.nodes[at].live else fresh).append(at)
             self.nodes[at].live = 1
