@@ -85,10 +85,10 @@ async def knock(path: Path) -> None:
 class Site:
     """Metrics and health, and the dashboard beside them."""
 
-    def __init__(self, engine: Path, admin: Path) -> None:
+    def __init__(self, engine: Path, admin: Path, port: int) -> None:
         self._engine = engine
         self._line = Line(admin)
-        self.dashboard = Dashboard(Line(admin), new_token(admin.parent))
+        self.dashboard = Dashboard(Line(admin), new_token(admin.parent, f"http://{HOST}:{port}/"))
 
     async def healthz(self, request: web.Request) -> web.Response:
         """200 while the loop answers a ping and the engine socket answers newcomers; else 503 and why."""
@@ -151,7 +151,7 @@ async def _listen(runner: web.AppRunner, port: int) -> None:
 
 async def serve(port: int, engine: Path, admin: Path) -> None:
     """Serve until the daemon is gone."""
-    site = Site(engine, admin)
+    site = Site(engine, admin, port)
     runner = web.AppRunner(site.app(), access_log=None)
     await runner.setup()
     tasks = [asyncio.create_task(_listen(runner, port)), asyncio.create_task(site.dashboard.watch())]

@@ -7,6 +7,8 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 from browser import Page, browsing, chromium
 from kvtier.client import Client, page_keys
 from kvtier.dashboard.history import KEPT, History
-from kvtier.dashboard.site import FILES, MAX_BODY, TOKEN_NAME
+from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
@@ -35,12 +37,12 @@ class Board:
     def __init__(self, daemon: Daemon, port: int) -> None:
         self.daemon = daemon
         self.port = port
-        self.token_path = daemon.socket.parent / TOKEN_NAME
+        self.address_path = daemon.socket.parent / ADDRESS_NAME
 
     @property
     def token(self) -> str:
         """The operator's."""
-        return self.token_path.read_text().strip()
+        return self.address_path.read_text().strip().partition("#token=")[2]
 
     def ask(self, path: str, method: str = "GET", body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
         """Status, JSON or text, headers."""
@@ -122,7 +124,18 @@ def test_anybody_sees_numbers_and_the_operator_alone_sees_tokens(board: Board) -
     assert status == 200
     assert len(tree["nodes"]) == 3
     assert tree["nodes"][0]["tokens"][:4] == [0] * 4
-    assert board.token_path.stat().st_mode & 0o777 == 0o600
+    assert board.address_path.stat().st_mode & 0o777 == 0o600
+
+
+def test_kvtierctl_prints_the_address_with_the_token(board: Board, tmp_path: Path) -> None:
+    """For whoever may read the file; where there is none, it says so."""
+    ctl = [sys.executable, "-m", "kvtier.ctl", "--socket", str(board.address_path.with_name("admin.sock")), "dashboard"]
+    said = json.loads(subprocess.run([*ctl, "--json"], check=True, capture_output=True, text=True).stdout)
+    assert said == {"url": f"http://127.0.0.1:{board.port}/#token={board.token}"}
+    ctl[4] = str(tmp_path / "elsewhere" / "admin.sock")
+    gone = subprocess.run([*ctl, "--json"], capture_output=True, text=True)
+    assert gone.returncode == 1
+    assert "dashboard.url" in gone.stdout + gone.stderr
 
 
 def test_pins_are_changed_with_the_token_alone(board: Board) -> None:

@@ -25,7 +25,8 @@ from kvtier import wire
 from kvtier.dashboard.history import EVERY_S, History
 from kvtier.types import Code, KvtierError, bad
 
-TOKEN_NAME: Final = "http.token"  # noqa: S105 - a file's name
+ADDRESS_NAME: Final = "dashboard.url"
+"""File beside the admin socket: the page's address with the token in it."""
 FILES: Final = {
     "/": ("index.html", "text/html"),
     "/app.js": ("app.js", "text/javascript"),
@@ -61,13 +62,13 @@ class NewPin(msgspec.Struct, forbid_unknown_fields=True):
     priority: int = 50
 
 
-def new_token(folder: Path) -> str:
-    """A fresh token, written where its owner alone can read it; where it cannot be written, nobody knows it."""
-    token, path = secrets.token_urlsafe(24), folder / TOKEN_NAME
+def new_token(folder: Path, page: str) -> str:
+    """A fresh token, written (in the page's address) where its owner alone can read it; else nobody knows it."""
+    token, path = secrets.token_urlsafe(24), folder / ADDRESS_NAME
     try:
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token + "\n")
+            file.write(f"{page}#token={token}\n")
     except OSError as exc:
         _log.warning("the dashboard changes nothing: no place for its token: %s", exc)
     return token
@@ -136,7 +137,7 @@ class Dashboard:
     def _demand(self, request: web.Request) -> None:
         if not self._trusted(request):
             raise KvtierError(
-                Code.FORBIDDEN, f"changes take the token in {TOKEN_NAME} beside the admin socket", "Authorization"
+                Code.FORBIDDEN, "changes take the token that `kvtierctl dashboard` prints", "Authorization"
             )
 
     async def _file(self, request: web.Request) -> web.Response:

@@ -112,7 +112,7 @@ async function overview() {
     at("state").className = "";
     at("state").textContent = `up ${span(status.uptime_s)} · ${count(status.pages)} pages · ${status.instances.length} engines · ${bytes(status.rss_bytes)} resident`;
     at("login").hidden = trusted;
-    at("trust").textContent = trusted ? "The token is good: pins can be changed here." : token ? "That token is not this daemon's." : "To change pins, give the token that is in http.token beside the admin socket.";
+    at("trust").textContent = trusted ? "The token is good: pins can be changed here." : token ? "That token is not this daemon's." : "To change pins, open the address that kvtierctl dashboard prints, or give its token.";
     showTiers(status.tiers);
     showHits(steps);
     showCaches(caches);
@@ -272,7 +272,7 @@ at("cache").addEventListener("change", load);
 at("out").addEventListener("click", () => into(zoom.parent || tree));
 at("login").addEventListener("submit", (event) => {
   event.preventDefault();
-  token = at("token").value.trim();
+  token = at("token").value.trim().replace(/^.*#token=/, "");
   sessionStorage.setItem("kvtier-token", token);
   at("token").value = "";
   overview();
