@@ -215,6 +215,20 @@ class Prefetch(Message):
     handle: int
 
 
+class Hint(Message):
+    """What the engine knows of the future of the handle's path. Replies Ok at once; what is not cached is not hinted.
+
+    `continues`: the conversation goes on; `waiting`: it goes on after a tool's answer, within `seconds`; both keep the
+    path until `seconds` have passed (0: a minute), after which it is like any other. `dead`: nothing comes after page
+    `page` any more, what is there goes first.
+    """
+
+    handle: int
+    what: str
+    seconds: float = 0.0
+    page: int = 0
+
+
 class Want(Message):
     """Items of one group that a reservation asks for: page numbers, int32 little-endian, ascending."""
 
@@ -542,6 +556,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Reserve: 21,
     Commit: 22,
     Abort: 23,
+    Hint: 24,
     Exists: 32,
     AcquireKeys: 33,
     ReserveKeys: 34,

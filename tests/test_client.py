@@ -467,6 +467,7 @@ def use(cache: Any, keyed: Any) -> list[Any]:
     path = cache.match(keys(2))
     lease, reserved = path.acquire(), path.reserve(0, 2)
     path.prefetch()
+    path.hint("waiting", 40.0)
     path.extend()
     answers = [path.pages, lease.pages, reserved.pages, reserved.commit(), lease.view(0, 0), reserved.view(0, 0)]
     lease.release()

@@ -176,6 +176,14 @@ class AsyncPath(KeyPath):
         """Bring the matched pages to host without leasing them."""
         await self.cache.client.attempt(self._prefetching(), None)
 
+    async def hint(self, what: str, seconds: float = 0.0, page: int = 0) -> None:
+        """Say what is known of the path's future: `continues`, `waiting` (for a tool, `seconds`), or `dead`.
+
+        The first two keep it for `seconds` (0: a minute), after which it is like any other; with `dead` what there is
+        from page number `page` on goes first. Raises bad_request.
+        """
+        await self.cache.client.attempt(self._hinting(what, seconds, page), None)
+
     async def close(self) -> None:
         """Drop the daemon's handle; matching again makes a new one."""
         await self.cache.client.attempt(self._closing(), None)

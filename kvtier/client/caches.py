@@ -200,6 +200,10 @@ class KeyPath:
         """Bring matched pages to host."""
         yield from self._asking(wire.Prefetch, wire.Ok)
 
+    def _hinting(self, what: str, seconds: float, page: int) -> Steps[None]:
+        """Say what the engine knows of the path's future."""
+        yield from self._asking(lambda handle: wire.Hint(handle, what, seconds, page), wire.Ok)
+
     def _closing(self) -> Steps[None]:
         """Drop the handle."""
         handle, self._handle = self._handle, 0

@@ -190,6 +190,7 @@ class Copies:
         up.time = max(up.time, node.time)
         if up is self.root:
             return
+        up.over = up.over and node.over
         if self.heat is not None:
             self.heat.fall(node, up)
         if (order := self.orders.get(tier)) is not None:
@@ -213,6 +214,7 @@ class Copies:
         if node is self.root:
             return
         node.time = max(node.time, now)
+        node.over = False
         if self.heat is not None:
             self.heat.use(node, now)
         for order in self.orders.values():

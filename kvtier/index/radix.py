@@ -187,6 +187,21 @@ class RadixIndex(Index):
         self._recount(upper, node)
         return upper
 
+    def keep(self, node: Node, until: float) -> None:
+        """Let a leaf go after those that nobody keeps, until then."""
+        node.keep, node.over = until, False
+        self._offer_all(node)
+
+    def give_up(self, node: Node, page: int) -> None:
+        """Let what ends at `node` go first, back to `page` or to where something else goes on; a use takes it back."""
+        while node is not self.root and node.end > page and all(c.over for c in (node.children or {}).values()):
+            if node.depth < page:
+                self.split(node, page - node.depth)
+            node.over, node.keep = True, 0.0
+            self._offer_all(node)
+            assert node.parent is not None
+            node = node.parent
+
     def crowded(self, node: Node) -> bool:
         """Whether the path to `node` is cut into so many short nodes that a match of it is slow."""
         up, steps = node, 0

@@ -11,6 +11,7 @@ from kvtier.identity import base_id
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
+from kvtier.store.hints import Hints
 from kvtier.store.instance import Instance, Process
 from kvtier.store.keyed import Keys
 from kvtier.store.operate import Operate
@@ -70,6 +71,7 @@ class Store:
             wire.Release: self.tokens.release,
             wire.Forget: self.tokens.forget,
             wire.Prefetch: self.tokens.prefetch,
+            wire.Hint: Hints(self.parts).hint,
             wire.Reserve: self.tokens.reserve,
             wire.Commit: self.commits.commit,
             wire.Abort: self.commits.abort,
