@@ -21,6 +21,7 @@ class Lazy(click.Group):
         "caches": ("kvtier.control.whole", "caches", "One row per cache."),
         "completion": ("kvtier.control.completion", "completion", "Print a shell's completion script."),
         "dashboard": ("kvtier.control.dashboard", "dashboard", "Print the dashboard's address, with its token."),
+        "curve": ("kvtier.control.curve", "curve", "Hits against capacity for the traffic just seen."),
         "doctor": ("kvtier.control.doctor", "doctor", "Check what this host gives the daemon, and what to change."),
         "evict": ("kvtier.control.prompts", "evict", "Take a prompt out of host, or out of every tier."),
         "explain": ("kvtier.control.prompts", "explain", "Why a prompt is served as it is."),

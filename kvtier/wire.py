@@ -531,6 +531,13 @@ class Purge(Message):
     salt: bytes = b""
 
 
+class Curve(Message):
+    """Hits against capacity for the traffic just seen. Replies Info."""
+
+    add: tuple[int, ...] = ()
+    """What so many bytes more of the fastest tier would have hit, too."""
+
+
 class Set(Message):
     """Change live settings, all or none, until they are read again; empty: show them. Replies Info."""
 
@@ -580,6 +587,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Evict: 107,
     Remove: 108,
     Purge: 109,
+    Curve: 110,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 

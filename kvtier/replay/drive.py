@@ -13,6 +13,7 @@ from kvtier import wire
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.replay.trace import Requests
 from kvtier.store import Store
+from kvtier.store.curves import Curves
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -70,7 +71,7 @@ class _Nobody(NamedTuple):
 async def replay(requests: Requests, policy: str, pages: Sequence[int], first: int = 0) -> Outcome:
     """Send every request to a fresh store with exactly so many pages in host (and disk); count from `first` on."""
     clock = Clock()
-    ways = Ways(policy, clock.read)
+    ways = Ways(policy, clock.read, Curves(on=False))
     ways.policy = type("Replayed", (ways.policy,), {"page_tokens": requests.block_tokens})
     loop = asyncio.get_running_loop()
     room = pages[0] * PAGE_ALIGN

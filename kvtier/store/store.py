@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtier import wire
 from kvtier.identity import base_id
+from kvtier.store import curves
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
@@ -89,6 +90,7 @@ class Store:
             wire.Tree: self.report.tree,
             wire.Check: self.report.check,
             wire.Metrics: self.report.metrics,
+            wire.Curve: lambda msg: curves.answer(self.parts.ways.curves, disk.capacity_bytes if disk else 0, msg),
             wire.Explain: Explain(self.parts).explain,
             wire.Pin: self.pins.pin,
             wire.Unpin: self.pins.unpin,

@@ -64,6 +64,7 @@ class Tokens:
         node = self._use(path, found)
         parts = segments(cache, node, found.pages)
         if not msg.handle:  # a request counts once, however often it polls
+            self.parts.ways.curves.note(cache, path.keys)
             misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
         return Matched(number, found.pages, parts, found.pending)
 

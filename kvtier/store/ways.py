@@ -9,13 +9,17 @@ from typing import Any
 
 from kvtier.heat import Heat
 from kvtier.policy import DEFAULT, Policy, load
+from kvtier.store.curves import Curves
 
 
 class Ways:
     """One per store. `now` is in seconds and never goes back; replay gives its own."""
 
-    def __init__(self, policy: str = DEFAULT, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, policy: str = DEFAULT, now: Callable[[], float] = time.monotonic, curves: Curves | None = None
+    ) -> None:
         self.now = now
+        self.curves = curves or Curves()
         self.heat = Heat()
         self.counts: Counter[str] = Counter()
         self.policy_name = policy

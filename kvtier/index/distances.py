@@ -1,0 +1,213 @@
+"""Stack distances of the traffic that passes by, and the hits that LRU would have had at any capacity.
+
+A request touches its pages deepest first and its root last, so that the stack stays closed under prefixes. Pages that
+the same request touched last lie side by side in it, and one count places the whole run. Pages are known by names of
+64 bits that stand for the page and all before it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+EXACT_PAGES: Final = 1 << 16
+"""Distances are exact up to so many pages."""
+SAMPLE: Final = 32
+"""Beyond, one page in so many stands for all, and what is hot for itself."""
+REQUESTS: Final = 1 << 16
+"""A page that so many requests in a row did not ask for is forgotten."""
+HOT: Final = 64
+"""Requests for a page that make it hot, as counted by `_Heads`."""
+HEADS: Final = 1024
+_BLOCK: Final = 256
+_MIX: Final = np.uint64(0xFF51AFD7ED558CCD)
+
+Names = NDArray[np.uint64]
+
+
+class Namer:
+    """Names of pages: a hash of each page, summed up along the path. Not for keys that leave the process."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = np.random.default_rng(seed)
+        self._weights: dict[int, Names] = {}
+        self._places = np.zeros(0, np.uint64)
+
+    def _odd(self, count: int) -> Names:
+        return self._draw.integers(0, 1 << 63, count, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+
+    def names(self, keys: bytes, stride: int, root: int) -> Names:
+        """One name for each whole page of `keys`; equal pages after equal paths under equal roots have equal names."""
+        words = np.frombuffer(keys, "<u4").reshape(-1, stride // 4)
+        weights = self._weights.get(stride)
+        if weights is None:
+            weights = self._weights[stride] = self._odd(stride // 4)
+        if len(self._places) < len(words):
+            self._places = np.concatenate((self._places, self._odd(2 * len(words) - len(self._places))))
+        pages = (words @ weights) ^ np.uint64(root)
+        pages = (pages ^ (pages >> np.uint64(29))) * _MIX
+        path = np.cumsum((pages ^ (pages >> np.uint64(32))) * self._places[: len(pages)], dtype=np.uint64)
+        path = (path ^ (path >> np.uint64(33))) * _MIX
+        named: Names = path ^ (path >> np.uint64(29))
+        return named
+
+
+class Stack:
+    """An LRU stack of at most `most` pages of some weight each, and a histogram of the distances of hits."""
+
+    def __init__(self, most: int, scale: int, requests: int = REQUESTS) -> None:
+        self.most = most
+        self.scale = scale
+        """Pages that an entry stands for, unless it is hot."""
+        self.owner: OrderedDict[int, int] = OrderedDict()
+        """Name -> the request that touched it last; the least recently touched first."""
+        self._live = np.zeros(requests, np.int64)
+        """Weight of the pages that each request was the last to touch, in a ring."""
+        self._sums = np.zeros(requests // _BLOCK + 1, np.int64)
+        self._requests = requests
+        self._now = 0
+        self.hits = np.zeros(most * scale + 2)
+        """hits[d]: pages found at distance d, which a cache of more than d pages has."""
+
+    def touch(self, names: Sequence[int], hot: set[int] | None = None) -> None:
+        """One request for these pages, its root first."""
+        self._now += 1
+        now = self._now
+        owner, scale = self.owner, self.scale
+        weights = [1 if hot and name in hot else scale for name in names]
+        start, above, known = 0, 0, len(names)
+        lasts = [owner.get(name, 0) for name in names]
+        while start < known and (last := lasts[start]):
+            stop = start + 1
+            while stop < known and lasts[stop] == last:
+                stop += 1
+            run = sum(weights[start:stop])
+            self._found(above + self._newer(last), weights[start:stop])
+            self._add(last, -run)
+            above += run
+            start = stop
+        for last, weight in zip(lasts[start:], weights[start:], strict=True):  # its parent was forgotten
+            if last:
+                self._add(last, -weight)
+        for name in reversed(names):
+            owner[name] = now
+            owner.move_to_end(name)
+        self._add(now, sum(weights))
+        self._forget(hot)
+
+    def _add(self, request: int, weight: int) -> None:
+        """Change the weight of what a request was the last to touch."""
+        at = request % self._requests
+        self._live[at] += weight
+        self._sums[at // _BLOCK] += weight
+
+    def _newer(self, last: int) -> int:
+        """Weight of what was touched after request `last`."""
+        lo, hi = (last + 1) % self._requests, self._now % self._requests
+        if lo <= hi:
+            return self._between(lo, hi)
+        return self._between(lo, self._requests) + self._between(0, hi)
+
+    def _between(self, lo: int, hi: int) -> int:
+        first, end = -(-lo // _BLOCK), hi // _BLOCK
+        if first >= end:
+            return int(self._live[lo:hi].sum())
+        edges = self._live[lo : first * _BLOCK].sum() + self._live[end * _BLOCK : hi].sum()
+        return int(edges + self._sums[first:end].sum())
+
+    def _found(self, distance: int, weights: list[int]) -> None:
+        """Hits at the distances from `distance` on."""
+        if self.scale == 1:
+            self.hits[distance : distance + len(weights)] += 1  # what is past the end is further than anybody asks
+            return
+        for weight in weights:
+            self.hits[min(distance + weight // 2, len(self.hits) - 1)] += weight
+            distance += weight
+
+    def _forget(self, hot: set[int] | None) -> None:
+        """Stay within bounds: the oldest first."""
+        owner = self.owner
+        while owner and (len(owner) > self.most or self._now - next(iter(owner.values())) >= self._requests - 1):
+            name, last = owner.popitem(last=False)
+            self._add(last, -1 if hot and name in hot else -self.scale)
+
+
+class _Heads:
+    """Which pages many requests begin with: counts of the pages at 1, 2, 4, 8, ..., the rarest forgotten."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.hot: set[int] = set()
+
+    def see(self, names: Names) -> None:
+        """One request; where a page is hot all before it are."""
+        at = 1
+        while at <= len(names):
+            name = int(names[at - 1])
+            self.counts[name] = count = self.counts.get(name, 0) + 1
+            if count == HOT and len(self.hot) + at <= HEADS:
+                self.hot.update(names[:at].tolist())
+            at *= 2
+        while len(self.counts) > 4 * HEADS:
+            self.counts = {name: count // 2 for name, count in self.counts.items() if count > 1}
+
+
+class Distances:
+    """Hits at every capacity: exact up to EXACT_PAGES pages, by a sample above."""
+
+    def __init__(self, exact: int = EXACT_PAGES, sample: int = SAMPLE) -> None:
+        self.exact = Stack(exact, 1)
+        self.sampled = Stack(max(64, exact // 4), sample)
+        self._heads = _Heads()
+        self._mask = sample - 1
+        self.requests = 0
+        self.pages = 0
+        """Asked for."""
+
+    def see(self, names: Names) -> None:
+        """One logical request for these pages, its root first."""
+        self.requests += 1
+        self.pages += len(names)
+        self.exact.touch(names.tolist())
+        hot = self._heads.hot
+        self._heads.see(names)
+        mask = self._mask
+        self.sampled.touch([name for name in names.tolist() if not name & mask or name in hot], hot)
+
+    def curve(self, capacities: Sequence[int]) -> list[float]:
+        """Pages found at each capacity, in pages."""
+        near, far = np.cumsum(self.exact.hits), np.cumsum(self.sampled.hits)
+        bound = self.exact.most
+
+        def hits(pages: int) -> float:
+            if pages <= 0:
+                return 0.0
+            found = float(near[min(pages, bound) - 1])
+            if pages > bound:
+                found += float(far[min(pages, len(far)) - 1]) - float(far[bound - 1])
+            return found
+
+        return [hits(pages) for pages in capacities]
+
+    @property
+    def most(self) -> int:
+        """The largest capacity that anything is known of, in pages."""
+        return len(self.sampled.hits) - 2
+
+    def halve(self) -> None:
+        """Let what was seen count half."""
+        for stack in (self.exact, self.sampled):
+            stack.hits *= 0.5
+        self.requests //= 2
+        self.pages //= 2
+
+
+def geometric(first: int, last: int, steps: int) -> list[int]:
+    """About so many capacities from `first` to `last`, each larger than the one before by the same factor."""
+    raw = np.geomspace(max(1, first), max(1, last), steps).round().astype(int).tolist()
+    return [raw[0], *(b for a, b in pairwise(raw) if b > a)]

@@ -1,0 +1,126 @@
+"""The hit curve of the traffic just seen, one for each pool of slots, in at most 1 % of the loop's time."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from typing import Any, Final
+
+from kvtier.index.distances import Distances, Namer, geometric
+from kvtier.store.cache import Cache
+from kvtier.tiers.host import HostPool
+from kvtier.wire import Curve, Info
+
+SHARE: Final = 0.01
+"""Of the loop's time."""
+SAVED_S: Final = 0.05
+"""So much unused time may be saved up."""
+LATER_S: Final = 0.02
+"""A request is looked at so long after it came, when its answer is out."""
+QUEUED: Final = 256
+POOLS: Final = 16
+WINDOW: Final = 1 << 17
+"""After so many requests, what was seen counts half."""
+POINTS: Final = 40
+
+
+class Pool:
+    """What is known of one pool's traffic."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.distances = Distances()
+        self.cache = cache
+        self.page_bytes = sum(cache.slot_cost(group) for group in cache.index.anchors)
+        self.skipped = 0
+        """Requests that there was no time for."""
+
+
+class Curves:
+    """Token caches' requests on their way into stack distances."""
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+        self.pools: dict[HostPool, Pool] = {}
+        self.spent_s = 0.0
+        self._namer = Namer(secrets.randbits(64))
+        self._queue: deque[tuple[Pool, Cache, bytes]] = deque()
+        self._waiting = False
+        self._saved_s = SAVED_S
+        self._asked = time.perf_counter()
+
+    def note(self, cache: Cache, keys: bytes) -> None:
+        """One logical request."""
+        if not self.on or not keys or (len(self.pools) >= POOLS and cache.pool not in self.pools):
+            return
+        pool = self.pools.get(cache.pool)
+        if pool is None:
+            pool = self.pools[cache.pool] = Pool(cache)
+        if len(self._queue) >= QUEUED:
+            pool.skipped += 1
+            return
+        self._queue.append((pool, cache, keys))
+        if not self._waiting:
+            self._waiting = True
+            asyncio.get_running_loop().call_later(LATER_S, self._work)
+
+    def _work(self) -> None:
+        """Look at what waits, as far as the time saved up allows; what does not fit is skipped, and counted."""
+        self._waiting = False
+        start = time.perf_counter()
+        self._saved_s = min(SAVED_S, self._saved_s + SHARE * (start - self._asked))
+        while self._queue:
+            pool, cache, keys = self._queue.popleft()
+            if self._saved_s < time.perf_counter() - start:
+                pool.skipped += 1
+                continue
+            self._see(pool, cache, keys)
+        self._asked = time.perf_counter()
+        self.spent_s += self._asked - start
+        self._saved_s -= self._asked - start
+
+    def _see(self, pool: Pool, cache: Cache, keys: bytes) -> None:
+        root = int.from_bytes(cache.id[:8], "little")
+        pool.distances.see(self._namer.names(keys, cache.index.stride, root))
+        if pool.distances.requests >= 2 * WINDOW:
+            pool.distances.halve()
+
+    def info(self, disk_bytes: int, at: tuple[int, ...]) -> list[dict[str, Any]]:
+        """Per pool: hits at capacities in bytes, those of now and `at` more bytes among them."""
+        out = []
+        for place, pool in self.pools.items():
+            seen, host = pool.distances, place.total_bytes
+            unit = pool.page_bytes
+            most = min(seen.most, max(64, 2 * (host + disk_bytes) // unit, *(2 * extra // unit for extra in at)))
+            sizes = [unit * pages for pages in geometric(1, most, POINTS)]
+            rows = {
+                "points": sizes,
+                "now": [host],
+                "with_disk": [host + disk_bytes],
+                "added": [host + extra for extra in at],
+            }
+            asked = max(1, seen.pages)
+            data: dict[str, Any] = {
+                name: [
+                    {"bytes": size, "pages": size // unit, "hit_ratio": found / asked}
+                    for size, found in zip(chosen, seen.curve([size // unit for size in chosen]), strict=True)
+                ]
+                for name, chosen in rows.items()
+            }
+            data |= {
+                "scope": pool.cache.scope,
+                "model": pool.cache.spec.model,
+                "page_bytes": unit,
+                "requests": seen.requests,
+                "requests_skipped": pool.skipped,
+                "pages_asked": seen.pages,
+                "exact_to_bytes": seen.exact.most * unit,
+            }
+            out.append(data)
+        return out
+
+
+def answer(curves: Curves, disk_bytes: int, msg: Curve) -> Info:
+    """Reply to Curve."""
+    return Info({"pools": curves.info(disk_bytes, msg.add), "seconds_spent": round(curves.spent_s, 6)})

@@ -1,0 +1,184 @@
+"""The live hit curve equals brute replay, stays within bounds of time and memory, and is shown to operators."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines import Engine, spec, tokens
+from kvtier.client import Client
+from kvtier.ctl import main
+from kvtier.identity import GroupSpec
+from kvtier.index import distances
+from kvtier.index.distances import Distances, Namer, Stack, geometric
+from kvtier.replay.trace import Mix, read
+from kvtier.sizing.curve import Trace, hit_curve
+from kvtier.sizing.replay import lru_hits
+from kvtier.store.curves import SAVED_S, SHARE, Curves
+from kvtier.types import Kind
+from storekit import storing, until
+from tracekit import published, traces
+
+PAGES = spec((GroupSpec(Kind.FULL, 1, 1, 4096),), page_tokens=1)
+
+
+def seen_by(trace: Trace, seen: Distances) -> Distances:
+    """The whole trace, block numbers as tokens."""
+    namer = Namer(1)
+    for r in range(len(trace.leaf)):
+        seen.see(namer.names(np.array(trace.path(r), "<i4").tobytes(), 4, 9))
+    return seen
+
+
+@settings(max_examples=150, deadline=None)
+@given(traces(), st.integers(0, 40))
+def test_the_curve_equals_brute_replay(trace, pages):
+    """At any capacity up to the bound, to the page."""
+    assert seen_by(trace, Distances(64)).curve([pages]) == [lru_hits(trace, pages)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), st.integers(1, 12), st.integers(2, 9))
+def test_a_bounded_stack_is_exact_below_its_bound(trace, most, requests):
+    """What is forgotten, pages or requests, changes no distance below the bound."""
+    stack = Stack(most, 1, 1 << 12)
+    for r in range(len(trace.leaf)):
+        stack.touch(trace.path(r))
+        assert len(stack.owner) <= most
+    hits = list(accumulate(stack.hits))
+    longest = max(len(trace.path(r)) for r in range(len(trace.leaf)))
+    if most >= longest:
+        assert hits[most - 1] == lru_hits(trace, most)
+    few = Stack(64, 1, requests)
+    for r in range(len(trace.leaf)):
+        few.touch(trace.path(r))
+    assert sum(few.hits) <= lru_hits(trace, 64)
+
+
+def test_above_the_bound_a_sample_is_near():
+    """The published chat trace: within 2 points at every capacity of a sample of one page in 32, root pages exact."""
+    requests = read([published("mooncake_conversation")], Mix())
+    namer, seen = Namer(1), Distances(4096, 16)
+    seen.sampled = Stack(1 << 14, 16)
+    for r in range(len(requests.leaf)):
+        keys = b"".join([requests.keys[segment] for segment in requests.path(r)])
+        if keys:
+            seen.see(namer.names(keys, 4, 9))
+    total = sum(requests.tokens) / requests.block_tokens
+    for percent, lru in {1: 5.35, 5: 19.96, 10: 28.44, 25: 36.04, 50: 37.03}.items():
+        (found,) = seen.curve([requests.blocks * percent // 100])
+        assert 100 * found / total == pytest.approx(lru, abs=0.1 if percent == 1 else 2.0), percent
+
+
+def test_what_many_requests_begin_with_is_counted_exactly():
+    """A system prompt that everybody sends is hot, whatever the sample says of its pages."""
+    namer, seen = Namer(1), Distances(256, 32)
+    for n in range(distances.HOT + 200):
+        seen.see(namer.names(tokens(1, 2, 3, 4, 1000 + n, page_tokens=1), 4, 9))
+    assert len(seen._heads.hot) == 4
+    assert sum(seen.sampled.hits) == pytest.approx(4 * 200, abs=4 * 32 * 4)
+
+
+def test_names_stand_for_the_path():
+    """The same page after another path, or of another cache, has another name; the same path the same."""
+    namer = Namer(1)
+    one, other = (namer.names(tokens(*pages), 8, 9).tolist() for pages in ((1, 2, 3), (1, 5, 3)))
+    assert one[0] == other[0]
+    assert not set(one[1:]) & set(other[1:])
+    assert not set(one) & set(namer.names(tokens(1, 2, 3), 8, 10).tolist())
+    assert namer.names(tokens(1, 2), 8, 9).tolist() == one[:2]
+    many = namer.names(np.zeros(100_000, "<i4").tobytes(), 4, 9)
+    assert len(set(many.tolist())) == 100_000
+
+
+def test_geometric_capacities():
+    """Ascending, from the first to the last."""
+    points = geometric(1, 1000, 40)
+    assert points == sorted(set(points))
+    assert (points[0], points[-1]) == (1, 1000)
+
+
+async def test_requests_count_once_and_time_is_bounded():
+    """Polling counts no request again; where the time is used up, requests are skipped and counted."""
+    async with storing(None, host=16 << 20) as store:
+        engine = Engine(store)
+        await engine.open(PAGES)
+        matched = await engine.match(tokens(1, 2, 3, page_tokens=1))
+        for _ in range(5):
+            await engine.match(b"", matched.handle)
+        curves = store.parts.ways.curves
+        pool = next(iter(curves.pools.values()))
+        await until(lambda: pool.distances.requests == 1)
+        assert pool.distances.pages == 3
+        curves._saved_s = -1000.0
+        await engine.match(tokens(1, 2, 3, page_tokens=1))
+        await until(lambda: pool.skipped == 1)
+        assert pool.distances.requests == 1
+
+
+async def test_a_busy_loop_spends_a_hundredth_on_it():
+    """However many long prompts come, what the curve takes is its share of the time, and what was saved up."""
+    async with storing(None, host=16 << 20) as store:
+        engine = Engine(store)
+        await engine.open(PAGES)
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while loop.time() < begun + 1.0:
+            await engine.match(np.random.default_rng(int(loop.time() * 1e6)).integers(0, 9, 20_000, "i4").tobytes())
+            await asyncio.sleep(0)
+        curves: Curves = store.parts.ways.curves
+        longest = 0.2  # one request more than the share allows may be under way
+        assert curves.spent_s <= SHARE * (loop.time() - begun) + SAVED_S + longest
+        assert next(iter(curves.pools.values())).skipped > 0
+
+
+def test_operators_see_the_curve(daemon):
+    """Kvtierctl curve: a table with a plot, and JSON with what more memory would buy."""
+    keys = tokens(*range(10), page_tokens=1)
+    with Client(daemon.socket, instance="one") as client:
+        cache = client.open(PAGES)
+        for _ in range(4):
+            cache.match(keys).close()
+    runner = CliRunner()
+    for _ in range(50):
+        result = runner.invoke(
+            main, ["--socket", str(daemon.socket.with_name("admin.sock")), "curve", "--add", "1GiB", "--json"]
+        )
+        assert result.exit_code == 0, result.output
+        pools = json.loads(result.output)["pools"]
+        if pools and pools[0]["requests"] == 4:
+            break
+    (pool,) = pools
+    assert pool["pages_asked"] == 40
+    assert pool["points"][-1]["hit_ratio"] == pytest.approx(0.75)
+    assert pool["added"][0]["bytes"] == pool["now"][0]["bytes"] + (1 << 30)
+    assert pool["points"][0]["hit_ratio"] == pytest.approx(0.075)
+    shown = runner.invoke(main, ["--socket", str(daemon.socket.with_name("admin.sock")), "curve"])
+    assert "75.00 %" in shown.output
+    assert "#" * 40 in shown.output
+    assert (
+        runner.invoke(
+            main, ["--socket", str(daemon.socket.with_name("admin.sock")), "curve", "--add", "much"]
+        ).exit_code
+        == 1
+    )
+
+
+def test_the_curve_of_a_published_trace_is_the_sizing_curve():
+    """One pass over the stream gives what one pass over the file gives."""
+    requests = read([published("mooncake_synthetic")], Mix(), 800)
+    from kvtier.sizing.traces import load_trace
+
+    trace = load_trace([published("mooncake_synthetic")], 800)
+    inputs = [len(trace.path(r)) * trace.block_tokens for r in range(len(trace.leaf))]
+    seen = seen_by(trace, Distances())
+    curve = hit_curve(trace._replace(input_tokens=inputs))
+    at = [1, 100, 1000, 5000, requests.blocks]
+    assert seen.curve(at) == [curve.hits[min(pages, len(curve.hits) - 1)] for pages in at]
