@@ -1,4 +1,4 @@
-"""adaptive: from plain LRU to wholly what was learnt of kinds, whichever is shown to have evicted least too early."""
+"""adaptive: as heat, but how far what was learnt is trusted follows from what was evicted too early."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ FADE = 0.98
 
 class Adaptive(ByKind):
     """Every victim is voted on; of the powers the one acts that had the smallest share of its votes regretted."""
+
+    powers = POWERS
 
     def __init__(self, tier: int) -> None:
         super().__init__(tier)
@@ -55,7 +57,7 @@ class Adaptive(ByKind):
     def pick(self, heads: Sequence[Any | None], now: float) -> int:
         """What the acting power says."""
         del now
-        chosen = [self.coldest(heads, power) for power in POWERS]
+        chosen = self.coldest(heads)
         lane = chosen[self._acting]
         self._votes = sum(1 << number for number, each in enumerate(chosen) if each == lane)
         return lane

@@ -7,9 +7,6 @@ from typing import Any
 
 from kvtier.policy import ByKind
 
-POWER = 0.5
-"""0 is plain LRU; 1 trusts wholly what was learnt."""
-
 
 class Heat(ByKind):
     """Kinds that are used more are kept longer, by the root of how much more."""
@@ -17,4 +14,4 @@ class Heat(ByKind):
     def pick(self, heads: Sequence[Any | None], now: float) -> int:
         """The coldest head."""
         del now
-        return self.coldest(heads, POWER)
+        return self.coldest(heads)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.uses import Counting
@@ -46,12 +46,14 @@ class ByKind(Counting):
     """
 
     lanes = KINDS
+    powers: ClassVar[tuple[float, ...]] = (0.5,)
 
     def __init__(self, tier: int) -> None:
         super().__init__(tier)
         self.clock = 0.0
         self.heat = [1.0] * KINDS
         """Of each kind: its multiple."""
+        self._scales = [[1.0] * KINDS for _ in self.powers]
         self._next = 0.0
         self._hits = [0.0] * KINDS
         self._expected = [0.0] * KINDS
@@ -96,6 +98,7 @@ class ByKind(Counting):
             self.heat[kind] = (hits / rate + faith) / (self._expected[kind] + faith)
             self._hits[kind] *= fade
             self._expected[kind] *= fade
+        self._scales = [[heat**power for heat in self.heat] for power in self.powers]
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -124,10 +127,14 @@ class ByKind(Counting):
         uses = self.note(node)
         if uses is None or uses.extra is None:
             return
-        wait: Wait = uses.extra._replace(votes=self.votes())
-        forgotten = self._ghosts.add(index, node, lo, hi - wait.tail, wait)
-        forgotten += self._ghosts.add(index, node, hi - wait.tail, hi, wait._replace(kind=_TAIL))
-        uses.extra = uses.extra._replace(tail=0)
+        kind, since, mark, often, tail, _ = uses.extra
+        votes = self.votes()
+        forgotten = []
+        if tail:
+            forgotten += self._ghosts.add(index, node, hi - 1, hi, Wait(_TAIL, since, mark, often, 0, votes))
+            uses.extra = Wait(kind, since, mark, often, 0)
+        if lo < hi - tail:
+            forgotten += self._ghosts.add(index, node, lo, hi - tail, Wait(kind, since, mark, often, 0, votes))
         for each in forgotten:
             self._waited(each, self._ghosts.scale, used=False)
 
@@ -136,8 +143,10 @@ class ByKind(Counting):
         uses = self.uses(node)
         if uses.extra is not None and node.tier_leaf(self.tier):
             wait: Wait = uses.extra
-            self._waited(wait, node.count[self.tier] - wait.tail, used=True)
-            self._waited(wait._replace(kind=_TAIL), wait.tail, used=True)
+            if wait.tail:
+                self._waited(wait._replace(kind=_TAIL), 1, used=True)
+            if node.count[self.tier] > wait.tail:
+                self._waited(wait, node.count[self.tier] - wait.tail, used=True)
         super().use(node, now)
         uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 0)
 
@@ -170,13 +179,11 @@ class ByKind(Counting):
         uses = self.note(node)
         return 1 if uses is not None and uses.extra is not None and uses.extra.tail else super().share(node)
 
-    def coldest(self, heads: Sequence[Any | None], power: float) -> int:
-        """The lane whose head has waited longest for its kind."""
-        best, found = -1.0, 0
+    def coldest(self, heads: Sequence[Any | None]) -> list[int]:
+        """For each power, the lane whose head has waited longest for its kind."""
+        waits = []
         for lane, head in enumerate(heads):
             if head is not None:
                 uses = self.note(head)
-                wait = (self.age(uses.mark if uses is not None else 0.0) + EARLY) / self.heat[lane] ** power
-                if wait > best:
-                    best, found = wait, lane
-        return found
+                waits.append((self.age(uses.mark if uses is not None else 0.0) + EARLY, lane))
+        return [max([(wait / scale[lane], lane) for wait, lane in waits])[1] for scale in self._scales]

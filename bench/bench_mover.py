@@ -1,0 +1,242 @@
+"""How fast pages move between host and disk through the store, what that costs those who match, what policies cost.
+
+    python bench/bench_mover.py [--json FILE]
+
+Limits: O_DIRECT writes and reads of the same bytes with as many in flight, the slower of the two, for there and back;
+the same loop with nothing to move, for matching. It runs in the temporary directory: set TMPDIR to the device that
+matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import random
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import uvloop
+from bench_disk import PAGE_TOKENS, Raw, buffer, spec_of
+from measure import OURS, Bench, Samples, Target
+
+from kvtier import wire
+from kvtier.identity import CacheSpec, GroupSpec
+from kvtier.index import Order, RadixIndex
+from kvtier.policy import every, load
+from kvtier.store import Store
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import HostTier
+from kvtier.types import Kind, Tier
+
+PAGE = 1 << 20
+RUN = 64
+IDLE_S = 1e-3
+POLICY = Target("value", "<=", 20.0)
+
+
+class Peer(NamedTuple):
+    """Whom the store takes the engine for."""
+
+    uid: int = 0
+    gid: int = 0
+    pid: int = 1
+    pidfd: int | None = None
+
+
+class Bed:
+    """A store with one engine, and prompts of RUN pages that fill its host tier."""
+
+    def __init__(self, folder: Path, total: int) -> None:
+        loop = asyncio.get_running_loop()
+        disk = DiskTier(folder, 2 * total + (256 << 20), post=loop.call_soon_threadsafe)
+        self.store = Store(HostTier(total + (128 << 20)), disk, cap=1.0)
+        self.prompts = [
+            np.random.default_rng(n).integers(0, 1 << 30, RUN * PAGE_TOKENS, "<i4").tobytes()
+            for n in range(total // PAGE // RUN)
+        ]
+        self.total = len(self.prompts) * RUN * PAGE
+
+    async def start(self) -> None:
+        """Open a cache."""
+        await self.store.start()
+        hello = wire.Hello(wire.VERSION, "bench")
+        self.process, _, _ = self.store.join(hello, Peer(), lambda _: None)
+        self.cache = (await self.call(wire.Open(spec_of(PAGE)))).cache
+
+    async def call(self, message: wire.Message) -> Any:
+        """One verb."""
+        reply: Any = self.store.verbs[type(message)](self.process, message)
+        return await reply if inspect.isawaitable(reply) else reply
+
+    async def fill(self) -> None:
+        """Publish every prompt; what is in the slots does not matter."""
+        for keys in self.prompts:
+            matched = await self.call(wire.Match(self.cache, 0, keys))
+            got = await self.call(wire.Reserve(matched.handle, 0, RUN, wait_ms=60_000))
+            await self.call(wire.Commit(got.reservation, 0, RUN))
+            await self.call(wire.Forget(matched.handle))
+
+    async def demote(self) -> None:
+        """All to disk, and out of host."""
+        await self.call(wire.Flush(self.cache, 60_000))
+        for pool in self.store.parts.host.pools:
+            self.store.parts.space.evict(pool, [1 << 30])
+
+    async def promote(self) -> None:
+        """All back to host, prompt by prompt, four at a time."""
+        limit = asyncio.Semaphore(4)
+
+        async def one(keys: bytes) -> None:
+            async with limit:
+                matched = await self.call(wire.Match(self.cache, 0, keys))
+                lease = await self.call(wire.Acquire(matched.handle, wait_ms=60_000))
+                assert lease.pages == RUN
+                await self.call(wire.Release(lease.lease))
+                await self.call(wire.Forget(matched.handle))
+
+        await asyncio.gather(*map(one, self.prompts))
+
+    async def there_and_back(self) -> tuple[float, float]:
+        """GB/s to disk and from disk of a fresh epoch."""
+        self.cache = (await self.call(wire.Reset(self.cache))).cache
+        filled = asyncio.get_running_loop().create_task(self.fill())
+        start = time.perf_counter()
+        await filled
+        await self.demote()
+        gone = time.perf_counter()
+        await self.promote()
+        return self.total / (gone - start) / 1e9, self.total / (time.perf_counter() - gone) / 1e9
+
+
+async def matching(bed: Bed, busy: Awaitable[Any] | None, seconds: float) -> float:
+    """p99 of a match in us, the loop's lateness included, while something else goes on."""
+    task = asyncio.ensure_future(busy) if busy is not None else None
+    keys, late = bed.prompts[0], []
+    end = time.perf_counter() + seconds
+    while (time.perf_counter() < end) if task is None else not task.done():
+        due = time.perf_counter() + IDLE_S
+        await asyncio.sleep(IDLE_S)
+        matched = await bed.call(wire.Match(bed.cache, 0, keys))
+        late.append(time.perf_counter() - due)
+        await bed.call(wire.Forget(matched.handle))
+    if task is not None:
+        await task
+    return float(np.percentile(late, 99)) * 1e6
+
+
+async def moving(bench: Bench, folder: Path, total: int) -> None:
+    """Bytes there and back against the device, matches meanwhile against an idle loop."""
+    source = buffer(min(total, 256 << 20))
+    source[:] = np.random.default_rng(bench.seed).integers(0, 256, source.size, np.uint8)
+    raw = Raw(folder / "raw", source, total)
+    bed = Bed(folder / "tier", total)
+    await bed.start()
+    both: Samples = {OURS: [], "O_DIRECT": []}
+    late: Samples = {OURS: [], "idle loop": []}
+    gc.collect()
+    gc.disable()
+    for _ in range(bench.rounds(5)):
+        wrote, read = raw.write(), raw.read()
+        both["O_DIRECT"].append(min(wrote, read))
+        down, up = await bed.there_and_back()
+        both[OURS].append(min(down, up))
+        late["idle loop"].append(await matching(bed, None, 0.5))
+        await bed.demote()
+        late[OURS].append(await matching(bed, bed.promote(), 0.0))
+    gc.enable()
+    bench.add(
+        "demote and promote, 1 MiB pages, the slower",
+        "GB/s",
+        both,
+        limit="O_DIRECT",
+        target=Target("ratio", ">=", 0.85),
+    )
+    bench.add("match p99 while pages come back", "us", late, limit="idle loop", target=Target("ratio", "<=", 3.0))
+    await bed.store.drain(1.0)
+
+
+class Forest:
+    """Leaves of one page in a tier of so many pages under a policy, with a page evicted for each that comes."""
+
+    def __init__(self, policy: str, leaves: int, seed: int) -> None:
+        """No policy: the index by itself, which takes the least recently used."""
+        self.order = Order(Tier.HOST, load(policy)(Tier.HOST) if policy else None)
+        spec = CacheSpec("bench", bytes(16), "bfloat16", 2, (GroupSpec(Kind.FULL, 1, 1, 4096),))
+        self.index = RadixIndex(spec, bytes(16), {Tier.HOST: self.order})
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.next = 0
+        self.leaves = leaves
+        for _ in range(leaves):
+            self.insert()
+
+    def insert(self) -> None:
+        """A new leaf."""
+        self.now += 1e-3
+        self.next += 1
+        node = self.index.extend(self.next.to_bytes(8, "little"), self.now)
+        self.index.put(node, 0, Tier.HOST, 0, array("q", [0]), array("Q", [0]))
+        self.index.publish(node, 1)
+        self.index.fresh(node, self.now)
+
+    def touches(self, count: int) -> float:
+        """Microseconds of a use of some leaf."""
+        nodes = [self.index.match(key.to_bytes(8, "little"), self.now).node for key in self._some(count)]
+        start = time.thread_time()
+        for node in nodes:
+            self.index.use(node, self.now)
+        return (time.thread_time() - start) / count * 1e6
+
+    def _some(self, count: int) -> list[int]:
+        return [self.next - self.random.randrange(self.leaves // 2) for _ in range(count)]
+
+    def evictions(self, count: int) -> float:
+        """Microseconds of choosing and dropping a victim, a new leaf coming for each (its time is not counted)."""
+        taken = 0.0
+        for _ in range(count):
+            start = time.thread_time()
+            found = self.order.pop(self.now)
+            assert found is not None
+            _, node = found
+            lo, hi = self.index.tail(node, Tier.HOST, 1)
+            self.index.evict(node, lo, hi, Tier.HOST)
+            self.index.settle(node)
+            taken += time.thread_time() - start
+            self.insert()
+        return taken / count * 1e6
+
+
+def costs(bench: Bench, leaves: int) -> None:
+    """A touch under every policy, and what it adds to an eviction, its memory of evicted pages included."""
+    calls = 500 if bench.tiny else 5000
+    bare = Forest("", leaves, bench.seed)
+    for found in every():
+        forest = Forest(found.name, leaves, bench.seed)
+        touch: Samples = {OURS: [forest.touches(calls) for _ in range(bench.rounds(3))]}
+        pairs = [(forest.evictions(calls), bare.evictions(calls)) for _ in range(bench.rounds(5))]
+        evict: Samples = {OURS: [max(0.01, ours - without) for ours, without in pairs]}
+        bench.add(f"{found.name}: touch among {leaves:,} leaves", "us", touch, target=POLICY)
+        bench.add(f"{found.name}: added to an eviction among {leaves:,} leaves", "us", evict, target=POLICY)
+
+
+def main() -> None:
+    """Run all cases."""
+    bench = Bench("mover", __doc__ or "")
+    sys.setswitchinterval(1e-4)  # as the daemon does
+    total = (128 << 20) if bench.tiny else (1 << 30)
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
+        uvloop.run(moving(bench, Path(folder), total))
+    for leaves in (1000,) if bench.tiny else (1000, 500_000):
+        costs(bench, leaves)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
