@@ -38,6 +38,7 @@ from kvtier.types import Kind, Tier
 PAGE = 1 << 20
 RUN = 64
 IDLE_S = 1e-3
+MOVE = Target("ratio", ">=", 0.85)
 POLICY = Target("value", "<=", 20.0)
 
 

@@ -149,6 +149,8 @@ class Match(Message):
     """Whole page keys, `stride` bytes each; a remainder is a bad_request."""
     request: str = ""
     """The engine's own request id, for people."""
+    prefill: float = 0.0
+    """Tokens a second that this engine computes at present; 0: it does not say, and everything is loaded."""
 
 
 class Segment(Message, array_like=True):
@@ -165,6 +167,12 @@ class Matched(Message):
     pages: int
     segments: tuple[Segment, ...] = ()
     pending: int = 0
+    load_s: tuple[float, ...] = ()
+    """Where `prefill` was given: seconds to load each segment, by what was measured of its tier lately,"""
+    recompute_s: tuple[float, ...] = ()
+    """and to compute it."""
+    cut: int = -1
+    """So many pages are worth loading, the rest is computed faster; Acquire of -1 pages loads so many."""
 
 
 class Acquire(Message):

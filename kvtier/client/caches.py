@@ -29,6 +29,8 @@ class OpenCache:
         self.cache_id = b""
         """32 bytes; empty until the daemon was reached."""
         self.groups: tuple[wire.GroupInfo, ...] = ()
+        self.prefill = 0.0
+        """Tokens a second that this engine computes; where it is set, matches say what is worth loading."""
         self.writes_above = -1
         """This process writes its shard of others' reservations with higher numbers; -1: of none."""
         self._open = (rank, world, slices)
@@ -123,6 +125,12 @@ class KeyPath:
         self.pending = 0
         """Pages after them that somebody is about to commit."""
         self.segments: tuple[wire.Segment, ...] = ()
+        self.load_s: tuple[float, ...] = ()
+        """Seconds to load each segment, where the cache's `prefill` is set."""
+        self.recompute_s: tuple[float, ...] = ()
+        """Seconds to compute each segment."""
+        self.cut = -1
+        """Pages that are loaded sooner than computed; -1: not known."""
         self._request = request
         self._keys: list[bytes] = []
         self._joined: Joined | None = None
@@ -144,23 +152,26 @@ class KeyPath:
         if keys:
             self._keys.append(keys)
         handle, self.pages, self.pending, self.segments = self._handle, 0, 0, ()
+        self.load_s, self.recompute_s, self.cut = (), (), -1
         self._handle = 0
+        rate = self.cache.prefill
         joined, number = yield from self.cache.entering()
         if handle and self._joined is joined and self._epoch == self.cache.epoch:
             try:
-                reply = yield Call(joined, wire.Match(0, handle, keys, self._request), wire.Matched)
+                reply = yield Call(joined, wire.Match(0, handle, keys, self._request, rate), wire.Matched)
             except KvtierError as exc:
                 if exc.code is not Code.UNKNOWN:
                     raise
-                reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request), wire.Matched)
+                reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request, rate), wire.Matched)
         else:
-            reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request), wire.Matched)
+            reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request, rate), wire.Matched)
         self._matched(joined, cast("wire.Matched", reply))
 
     def _matched(self, joined: Joined, reply: wire.Matched) -> None:
         """Remember what the daemon said."""
         self._joined, self._epoch, self._handle = joined, self.cache.epoch, reply.handle
         self.pages, self.pending, self.segments = reply.pages, reply.pending, reply.segments
+        self.load_s, self.recompute_s, self.cut = reply.load_s, reply.recompute_s, reply.cut
 
     def _handled(self) -> Steps[tuple[Joined, int]]:
         """The connection and the handle on it, matching again where either is gone."""

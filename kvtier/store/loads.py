@@ -56,12 +56,14 @@ class Loads:
             ]
         return out
 
-    async def bring(self, cache: Cache, missing: list[Missing], deadline: float) -> None:
-        """Load the items; returns when all are settled or at the deadline (loads then go on by themselves)."""
+    async def bring(self, cache: Cache, missing: list[Missing], deadline: float) -> bool:
+        """Load the items; False at the deadline, after which loads go on by themselves."""
         waits = self.start(cache, missing, deadline)
         left = deadline - asyncio.get_running_loop().time()
         if waits:
-            await asyncio.wait(waits, timeout=max(0.0, left))
+            _, late = await asyncio.wait(waits, timeout=max(0.0, left))
+            return not late
+        return False
 
     def start(self, cache: Cache, missing: list[Missing], deadline: float) -> set[asyncio.Task[None]]:
         """Begin loading what nobody loads yet; returns the loads that bring the items."""

@@ -13,6 +13,7 @@ from kvtier.mover import Mover
 from kvtier.store.cache import Cache
 from kvtier.store.graft import Late, Places, graft, graft_late
 from kvtier.store.instance import Instance, Process
+from kvtier.store.links import Links
 from kvtier.store.loads import Loads
 from kvtier.store.persist import Persist
 from kvtier.store.prompts import Requests
@@ -47,6 +48,7 @@ class Parts:
         self.persist = Persist(disk, self.ways)
         self.space = Space(host, self.persist, self.mover, self.ways)
         self.loads = Loads(disk, self.mover, self.space, self.counts)
+        self.links = Links()
         self.caches: dict[int, Cache] = {}
         self.ids: dict[bytes, Cache] = {}
         self.epochs: dict[bytes, int] = {}
@@ -207,6 +209,7 @@ class Parts:
 
     def close(self) -> None:
         """Stop the threads, then the tiers."""
+        self.links.close()
         self.mover.close()
         if self.disk is not None:
             self.disk.close()

@@ -34,9 +34,9 @@ class Report:
         del msg
         return wire.Info({"version": self.version, "counters": dict(self.parts.counts), "tiers": self._tiers()})
 
-    def _tiers(self) -> dict[str, object]:
+    def _tiers(self) -> dict[str, dict[str, object]]:
         host, disk = self.parts.host, self.parts.disk
-        tiers: dict[str, object] = {
+        tiers: dict[str, dict[str, object]] = {
             "host": {"budget_bytes": host.budget_bytes, "used_bytes": host.used_bytes, "free_bytes": host.free_bytes}
         }
         if disk is not None:
@@ -48,6 +48,8 @@ class Report:
                 "sick": disk.sick,
                 **disk.stats,
             }
+        for name, link in self.parts.links.report().items():
+            tiers[name] |= link
         return tiers
 
     def status(self, msg: wire.Status) -> wire.Info:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Awaitable
 
@@ -56,6 +57,8 @@ class Tokens:
             path, number = Path(cache, msg.request[:128]), next(self.parts.numbers)
         if cache.spec.keyed:
             raise bad("cache", "a token cache (this one is keyed: use exists)", msg.cache)
+        if not 0 <= msg.prefill < 1e12:
+            raise bad("prefill", "tokens a second, or 0", msg.prefill)
         if len(msg.keys) % cache.index.stride:
             raise bad("keys", f"whole page keys of {cache.index.stride} bytes", len(msg.keys))
         instance.add_path(number, path, msg.keys)
@@ -66,7 +69,12 @@ class Tokens:
         if not msg.handle:  # a request counts once, however often it polls
             self.parts.ways.curves.note(cache, path.keys)
             misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
-        return Matched(number, found.pages, parts, found.pending)
+        path.prefill = msg.prefill or path.prefill
+        if not path.prefill:
+            return Matched(number, found.pages, parts, found.pending)
+        self.parts.links.need(self.parts.mover)
+        verdict = self.parts.links.judge(cache, parts, path.prefill)
+        return Matched(number, found.pages, parts, found.pending, *verdict)
 
     def _use(self, path: Path, found: Found) -> Node:
         """One request counts once, however often it polls; returns the node that the match ends in."""
@@ -102,13 +110,21 @@ class Tokens:
         """Lease a match; waits only when something must come from disk."""
         path = process.instance.path(msg.handle)
         deadline = self.parts.deadline(msg.wait_ms)
-        held = self._hold(process.instance, path, msg.pages)
+        pages = self._worth(path) if path.prefill and msg.pages < 0 else msg.pages
+        held = self._hold(process.instance, path, pages) if pages else None
         if held is None:
             return Acquired(0, 0)
         lease, missing = held
         if missing:
-            return self._load(process.instance, path, msg.pages, lease, deadline)
+            return self._load(process.instance, path, pages, lease, deadline)
         return self._grant(process.instance, lease)
+
+    def _worth(self, path: Path) -> int:
+        """How many pages are loaded sooner than computed; -1: all."""
+        found = path.cache.radix.match(path.keys, self.parts.now())
+        parts = segments(path.cache, found.node, found.pages)
+        links = self.parts.links
+        return links.loaded(parts, links.judge(path.cache, parts, path.prefill).cut, time.monotonic())
 
     def _hold(self, instance: Instance, path: Path, pages: int) -> tuple[Lease, list[Missing]] | None:
         """Lease the longest match (of at most `pages`) within the cap; None where there is none."""
@@ -139,7 +155,10 @@ class Tokens:
             try:
                 cache, node = lease.cache, lease.nodes[0]
                 missing = self.parts.loads.missing(cache, node, cache.radix.needed(lease.pages))
-                await self.parts.loads.bring(cache, missing, deadline)
+                begun = time.perf_counter()
+                if await self.parts.loads.bring(cache, missing, deadline):
+                    nbytes = sum(cache.item_bytes[m.group] for m in missing)
+                    self.parts.links.links[Tier.DISK].note(nbytes, time.perf_counter() - begun, time.monotonic())
             except BaseException:
                 self._drop(instance, lease)
                 raise
