@@ -6,16 +6,19 @@ import asyncio
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines import FULL, STATE, WINDOW, Engine, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
+from kvtier.index import radix
 from kvtier.store import Store
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import Code, Kind, KvtierError
+from storekit import Failing
 
 SHAPES = (spec(), spec((FULL, WINDOW, STATE), model="hybrid"), spec((GroupSpec(Kind.FULL, 1, 1, 30_000),), model="big"))
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda pages: tokens(*pages))
@@ -34,6 +37,13 @@ steps = st.one_of(
     st.tuples(st.just("flush"), who, paths),
     st.tuples(st.just("evict"), who, paths),
     st.tuples(st.just("restart"), who, paths),
+    st.tuples(st.just("begin"), who, paths),
+    st.tuples(st.just("begin"), who, paths),
+    st.tuples(st.just("cancel"), who, paths),
+    st.tuples(st.just("settle"), who, paths),
+    st.tuples(st.just("split"), who, paths),
+    st.tuples(st.just("hint"), who, st.tuples(paths, st.sampled_from(["continues", "waiting", "dead"]))),
+    st.tuples(st.just("fail"), who, paths),
 )
 
 
@@ -43,17 +53,20 @@ class Traffic:
     def __init__(self, path: Path, disk_bytes: int) -> None:
         self.path = path
         self.disk_bytes = disk_bytes
+        self.calls = Failing()
         self.durable: set[tuple[int, bytes]] = set()
 
     async def start(self) -> None:
         tier = None
         if self.disk_bytes:
-            tier = DiskTier(self.path, self.disk_bytes, post=asyncio.get_running_loop().call_soon_threadsafe)
+            post = asyncio.get_running_loop().call_soon_threadsafe
+            tier = DiskTier(self.path, self.disk_bytes, post=post, calls=self.calls)
         self.store = Store(HostTier(1 << 20, slab_bytes=128 << 10, prefault=False), tier)
         await self.store.start()
         self.engines = [await self.attach(n) for n in range(3)]
         self.held: list[list] = [[], [], []]
         self.leases: list[list] = [[], [], []]
+        self.begun: list[list] = [[], [], []]
 
     async def attach(self, number: int) -> Engine:
         engine = Engine(self.store, f"engine{number}", pid=number + 1)
@@ -61,7 +74,9 @@ class Traffic:
         return engine
 
     async def stop(self) -> None:
+        self.calls.broken = False
         for n, engine in enumerate(self.engines):
+            await self.cancel(n, b"")
             await self.let_go(n)
             engine.leave()
         await self.store.parts.persist.flush(
@@ -91,7 +106,7 @@ class Traffic:
             assert exc.code == Code.OVER_CAP
             return
         stride = SHAPES[n].stride
-        if self.disk_bytes >= 64 << 20:
+        if self.disk_bytes >= 64 << 20 and not self.store.parts.disk.sick:
             most = max((len(k) for m, k in self.durable if m == n and keys.startswith(k)), default=0) // stride
             assert served >= most or self.leases[n] or self.held[n], "a durable page was lost"
 
@@ -129,12 +144,14 @@ class Traffic:
             await self.engines[n].call(wire.Release(lease.lease))
 
     async def die(self, n: int, _: bytes) -> None:
+        await self.cancel(n, b"")  # as a server does whose client went away
         await self.let_go(n)
         self.engines[n].leave(clean=False)
         self.engines[n] = await self.attach(n)
 
     async def vanish(self, n: int, _: bytes) -> None:
         """Its connection is lost, it says hello again, and then that it has unmapped what the old one held."""
+        await self.cancel(n, b"")
         await self.let_go(n)
         old = self.engines[n].process
         self.store.leave(old, clean=False)
@@ -162,6 +179,48 @@ class Traffic:
         for pool in self.store.parts.host.pools:
             self.store.parts.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
 
+    async def begin(self, n: int, keys: bytes) -> None:
+        """Ask for a lease, and go on before it is there: loads run while other things happen."""
+
+        async def ask() -> None:
+            lease = await self.engines[n].call(wire.Acquire(matched.handle))
+            if lease.lease:
+                self.leases[n].append((keys, lease))
+
+        matched = await self.engines[n].match(keys)
+        self.begun[n].append(asyncio.get_running_loop().create_task(ask()))
+        await asyncio.sleep(0)
+
+    async def cancel(self, n: int, _: bytes) -> None:
+        """Stop waiting, at whatever point it is."""
+        for task in self.begun[n]:
+            task.cancel()
+        await self.settle(n, b"")
+
+    async def settle(self, n: int, _: bytes) -> None:
+        done = await asyncio.gather(*self.begun[n], return_exceptions=True)
+        self.begun[n].clear()
+        for each in done:
+            refused = isinstance(each, KvtierError) and each.code in {Code.OVER_CAP, Code.UNKNOWN}
+            assert each is None or refused or isinstance(each, asyncio.CancelledError), each
+
+    async def split(self, n: int, keys: bytes) -> None:
+        """A shorter prompt ends within nodes that others may be moving."""
+        stride = SHAPES[n].stride
+        for pages in range(1, len(keys) // stride + 1):
+            await self.engines[n].match(keys[: pages * stride])
+
+    async def hint(self, n: int, what: tuple[bytes, str]) -> None:
+        matched = await self.engines[n].match(what[0])
+        await self.engines[n].call(wire.Hint(matched.handle, what[1], 0.0, len(what[0]) // SHAPES[n].stride // 2))
+
+    async def fail(self, _n: int, _: bytes) -> None:
+        """The device fails for a while."""
+        self.calls.broken = True
+        await self.put(0, tokens(2, 1, 0, 2))
+        await asyncio.sleep(0.002)
+        self.calls.broken = False
+
     async def restart(self, _n: int, _: bytes) -> None:
         await self.stop()
         await self.start()
@@ -175,6 +234,12 @@ async def run(ops: list, disk_bytes: int) -> None:
             await getattr(traffic, what)(n, detail)
             assert traffic.store.parts.check() == [], what
         await traffic.stop()
+
+
+@pytest.fixture(autouse=True)
+def few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths of two nodes are long enough to be joined."""
+    monkeypatch.setattr(radix, "CROWD", 2)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
