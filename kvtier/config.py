@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from kvtier.paths import admin_path, socket_path, state_path
+from kvtier.policy.find import DEFAULT, path_of
 from kvtier.types import bad
 
 SYSTEM_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
@@ -44,6 +45,8 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory for pages; -1: 1 GiB, or an eighth of what this process may use; 0: none."""
     slab_bytes: int = 64 << 20
     """Memory is given to caches in pieces of this size."""
+    high_water: float = 0.99
+    """Where more than this share of a full tier is used, pages are evicted before their room is needed; 1: never."""
     prefault: bool = True
     """Keep the whole budget backed by memory, so that it cannot fail later."""
 
@@ -81,6 +84,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk: Disk = Disk()
     caps: Caps = Caps()
     http: Http = Http()
+    policy: str = DEFAULT
+    """Which pages go first: a name of `kvtierctl policies`, or the path of a file of your own."""
     drain_s: float = 10.0
     """Seconds within which the daemon ends after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -107,6 +112,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("host.bytes", "-1, 0 or a size", self.host.bytes)
         if self.host.slab_bytes < 1 << 20:
             raise bad("host.slab_bytes", "at least 1 MiB", self.host.slab_bytes)
+        if not 0.5 <= self.host.high_water <= 1:
+            raise bad("host.high_water", "a share in [0.5, 1]", self.host.high_water)
+        path_of(self.policy)
         if self.disk.bytes < 0:
             raise bad("disk.bytes", "0 or a size", self.disk.bytes)
         if not 0 < self.caps.instance <= 1:

@@ -27,6 +27,7 @@ from kvtier.live import Live
 from kvtier.server import Limits, Server
 from kvtier.server.listener import PathLock
 from kvtier.store import Store
+from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import KvtierError
@@ -54,7 +55,8 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
         config.disk_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         disk = DiskTier(config.disk_path, config.disk.bytes, post=loop.call_soon_threadsafe)
     host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault)
-    return Store(host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S)
+    ways = Ways(config.policy, high_water=config.host.high_water)
+    return Store(host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S, ways=ways)
 
 
 async def serve(config: Config, again: Callable[[], Config]) -> None:

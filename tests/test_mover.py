@@ -122,3 +122,27 @@ async def test_an_exception_goes_to_whoever_asked() -> None:
         with pytest.raises(ZeroDivisionError):
             await moving.run(lambda: 1 // 0)
         assert await moving.share(len, ["a", "bb"]) == [1, 2]
+
+
+async def test_a_waiting_load_is_delayed_by_at_most_one_background_batch() -> None:
+    """With as much background work as there may be, and more loads than workers, one batch at most comes between."""
+    order: list[str] = []
+    started = threading.Event()
+
+    def background() -> None:
+        order.append("background")
+        started.set()
+        threading.Event().wait(0.002)
+
+    with mover(threads=2) as moving:
+        scrubs = [asyncio.ensure_future(moving.run(background, urgency=Urgency.BACKGROUND)) for _ in range(50)]
+        await begun(started)
+        for _ in range(5):
+            before = len(order)
+            loads = [asyncio.ensure_future(moving.run(order.append, "load", urgency=Urgency.LOAD)) for _ in range(6)]
+            await asyncio.gather(*loads)
+            meanwhile = order[before:]
+            last = max(n for n, what in enumerate(meanwhile) if what == "load")
+            assert meanwhile[:last].count("background") <= 1
+            await asyncio.sleep(0.003)
+        await asyncio.gather(*scrubs)

@@ -14,11 +14,12 @@ from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
 from kvtier.store import Store
+from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.region import Region
 from kvtier.types import Code, Kind, KvtierError, Presence, Tier
-from storekit import MIB, drop_host, memfd, quiet, storing
+from storekit import MIB, drop_host, memfd, quiet, storing, until
 
 GROUPS = {
     "full": (FULL,),
@@ -722,3 +723,34 @@ async def test_many_short_matches_do_not_cut_a_prompt_to_pieces():
         assert index.nodes < 64
         assert store.parts.check() == []
         assert await engine.get(keys) == 500
+
+
+async def test_room_is_made_ahead_of_need(tmp_path: Path) -> None:
+    """Above the high mark cold pages go before anybody asks for their room, and no further than the low mark."""
+    async with storing(tmp_path, host=4 * MIB, ways=Ways("lru", high_water=0.9)) as store:
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096),)))
+        for n in range(40):
+            await engine.put(tokens(*range(100 * n, 100 * n + 32)))
+            await quiet(store)
+        pool = store.parts.host.pools[0]
+        await until(lambda: pool.used(0) <= 0.9 * pool.capacity(0))
+        assert store.parts.counts["slices_ahead"] > 0
+        assert pool.used(0) >= 0.75 * pool.capacity(0)
+        assert store.parts.check() == []
+
+
+async def test_a_host_smaller_than_what_is_used_goes_on(tmp_path: Path) -> None:
+    """Far more prompts than host holds are each served whole, again and again, from disk."""
+    async with storing(tmp_path, host=MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 65536),)))
+        prompts = [tokens(*range(100 * n, 100 * n + 6)) for n in range(12)]
+        for keys in prompts:
+            await engine.put(keys)
+        await quiet(store)
+        for _ in range(3):
+            for keys in prompts:
+                assert await engine.get(keys) == 6
+        assert store.parts.counts["pages_loaded_disk"] >= 3 * 6 * 8
+        assert store.parts.check() == []

@@ -20,6 +20,8 @@ from kvtier.types import NO_COPY, Tier
 
 STEAL_TRIES = 4
 BARREN_S = 1.0
+AHEAD = 16
+"""Items a slice: half a millisecond."""
 MAX_UNSAVED = 64
 """So many leaves that disk refuses are passed over in search of one that it has."""
 
@@ -36,6 +38,8 @@ class Space:
         self.caches: dict[Index, Cache] = {}
         """Caches by their index: orders speak of indexes."""
         self.orders: dict[HostPool, Order] = {}
+        self._ahead: set[HostPool] = set()
+        """Pools in which room is being made ahead."""
         self._barren: dict[HostPool, float] = {}
         """Loop time until which a pool does not ask the richer ones again."""
 
@@ -75,6 +79,30 @@ class Space:
             for group, n in enumerate(missing):
                 if n:
                     got[group].extend(pool.alloc(group, n))
+
+    def ahead(self, pool: HostPool) -> None:
+        """Where little room is left, make some before it is asked for, a slice at a time."""
+        if pool not in self._ahead and any(self._over(pool, self.ways.high_water)):
+            self._ahead.add(pool)
+            asyncio.get_running_loop().call_soon(self._make_ahead, pool)
+
+    def _make_ahead(self, pool: HostPool) -> None:
+        """One slice, and another until the low mark is reached or nothing goes."""
+        wanted = [min(AHEAD, n) for n in self._over(pool, 2 * self.ways.high_water - 1)]
+        if any(wanted) and self.evict(pool, wanted):
+            self.counts["slices_ahead"] += 1
+            asyncio.get_running_loop().call_soon(self._make_ahead, pool)
+        else:
+            self._ahead.discard(pool)
+
+    def _over(self, pool: HostPool, share: float) -> list[int]:
+        """Items of each group beyond that share of its slots; none while there is memory that no pool has."""
+        if share >= 1 or self.host.free_bytes:
+            return []
+        return [
+            max(0, pool.used(group) - int(pool.capacity(group) * share)) // per_item
+            for group, per_item in enumerate(pool.shape.slots_per_item)
+        ]
 
     def give_back(self, cache: Cache, got: list[array[int]]) -> None:
         """Slots that were taken and not used."""

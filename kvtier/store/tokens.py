@@ -285,6 +285,7 @@ class Tokens:
         there = ~np.logical_or.reduce([mask[:granted] for mask in lack])
         res.state[:] = (there * np.uint8(SETTLED)).tobytes()
         self.parts.admit(res)
+        self.parts.space.ahead(cache.pool)
         return Reserved(res.number, granted, items, refused, res.writes)
 
 

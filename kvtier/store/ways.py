@@ -16,9 +16,15 @@ class Ways:
     """One per store. `now` is in seconds and never goes back; replay gives its own."""
 
     def __init__(
-        self, policy: str = DEFAULT, now: Callable[[], float] = time.monotonic, curves: Curves | None = None
+        self,
+        policy: str = DEFAULT,
+        now: Callable[[], float] = time.monotonic,
+        curves: Curves | None = None,
+        high_water: float = 1.0,
     ) -> None:
+        """`high_water`: the share of a full host tier above which pages are evicted before anybody needs the room."""
         self.now = now
+        self.high_water = high_water
         self.curves = curves or Curves()
         self.heat = Heat()
         self.counts: Counter[str] = Counter()
