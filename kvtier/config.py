@@ -20,11 +20,12 @@ import msgspec
 
 from kvtier.paths import admin_path, socket_path, state_path
 from kvtier.policy.find import DEFAULT, path_of
+from kvtier.policy.quota import parse
 from kvtier.types import bad
 
 SYSTEM_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-LIVE: Final = frozenset({"caps.instance", "caps.connections", "drain_s", "log_level"})
+LIVE: Final = frozenset({"caps.instance", "caps.connections", "drain_s", "log_level", "quotas"})
 """Settings that a running daemon takes: by SIGHUP from its sources, or by `kvtierctl set`."""
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -86,6 +87,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http: Http = Http()
     policy: str = DEFAULT
     """Which pages go first: a name of `kvtierctl policies`, or the path of a file of your own."""
+    quotas: str = ""
+    """Who may have how much: `tenant=6163 host=2GiB disk=20GiB; scope=uid:7 host=1GiB; cache=3fa8 disk=1GiB`.
+
+    The tenant is a salt in hex, the cache the beginning of an id; the first rule that fits a cache is its rule, and all
+    caches of a rule share its limits. Whoever is at a limit makes room among its own pages.
+    """
     drain_s: float = 10.0
     """Seconds within which the daemon ends after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -115,6 +122,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0.5 <= self.host.high_water <= 1:
             raise bad("host.high_water", "a share in [0.5, 1]", self.host.high_water)
         path_of(self.policy)
+        parse(self.quotas, size)
         if self.disk.bytes < 0:
             raise bad("disk.bytes", "0 or a size", self.disk.bytes)
         if not 0 < self.caps.instance <= 1:

@@ -21,9 +21,10 @@ import uvloop
 
 from kvtier import __version__
 from kvtier.companions import Companions, notify, passed_sockets
-from kvtier.config import Config, flag, load, settings, variable
+from kvtier.config import Config, flag, load, settings, size, variable
 from kvtier.limits import check_budget, default_budget
 from kvtier.live import Live
+from kvtier.policy.quota import parse
 from kvtier.server import Limits, Server
 from kvtier.server.listener import PathLock
 from kvtier.store import Store
@@ -56,7 +57,9 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
         disk = DiskTier(config.disk_path, config.disk.bytes, post=loop.call_soon_threadsafe)
     host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault)
     ways = Ways(config.policy, high_water=config.host.high_water)
-    return Store(host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S, ways=ways)
+    store = Store(host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S, ways=ways)
+    store.limit(parse(config.quotas, size))
+    return store
 
 
 async def serve(config: Config, again: Callable[[], Config]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvtier import wire
-from kvtier.config import LIVE, Config, settings, value_of, with_values
+from kvtier.config import LIVE, Config, settings, size, value_of, with_values
+from kvtier.policy.quota import parse
 from kvtier.server import Server
 from kvtier.store import Store
 from kvtier.types import KvtierError, bad
@@ -26,6 +27,7 @@ class Live:
             "caps.instance": store.cap,
             "caps.connections": server.limit_connections,
             "drain_s": lambda _: None,
+            "quotas": lambda text: store.limit(parse(text, size)),
             "log_level": lambda level: logging.getLogger().setLevel(level.upper()),
         }
         assert self._apply.keys() == LIVE

@@ -67,12 +67,14 @@ def _flat(data: Data, prefix: str = "") -> list[tuple[str, Any]]:
 def status(data: Data) -> None:
     """Tiers, engines, counters."""
     console = Console(markup=False)
-    apart = ("tiers", "instances", "counters")
+    apart = ("tiers", "instances", "quotas", "counters")
     console.print(pairs("daemon", {name: value for name, value in data.items() if name not in apart}))
     for name, tier in (data.get("tiers") or {}).items():
         console.print(pairs(f"tier {name}", tier))
     if data.get("instances"):
         console.print(rows("engines", data["instances"]))
+    if data.get("quotas"):
+        console.print(rows("quotas", data["quotas"]))
     if data.get("counters"):
         console.print(pairs("counters", data["counters"]))
 

@@ -82,6 +82,8 @@ class Traffic:
         await self.store.parts.persist.flush(
             list(self.store.parts.caches.values()), asyncio.get_running_loop().time() + 20
         )
+        while moving := set(self.store.parts.loads.moving.values()):  # they outlive whoever stopped waiting for them
+            await asyncio.wait(moving)
         assert idle(self.store) == []
         await self.store.drain(10)
 

@@ -4,7 +4,7 @@ from kvtier.index.base import Cut, Index
 from kvtier.index.copies import Dropped
 from kvtier.index.keyed import KeyedIndex
 from kvtier.index.node import Node
-from kvtier.index.order import Order
+from kvtier.index.order import ANY, Order
 from kvtier.index.radix import Found, RadixIndex
 
-__all__ = ["Cut", "Dropped", "Found", "Index", "KeyedIndex", "Node", "Order", "RadixIndex"]
+__all__ = ["ANY", "Cut", "Dropped", "Found", "Index", "KeyedIndex", "Node", "Order", "RadixIndex"]

@@ -162,6 +162,7 @@ class Index(Copies):
             node.at[slot] = None
             if gone:
                 out.append(Dropped(slot // self.groups, slot % self.groups, gone))
+                self.held[slot // self.groups][slot % self.groups] -= len(gone)
                 self._told(node, slot // self.groups, 0, node.pages, len(gone))
         return out
 
@@ -196,6 +197,15 @@ class Index(Copies):
             node = stack.pop()
             yield node
             stack += (node.children or {}).values()
+
+    def move_to(self, share: int) -> None:
+        """Belong to another quota from now on; costs as much as there are nodes."""
+        if share == self.share:
+            return
+        self.share = share
+        for node in self.walk():
+            for order in self.orders.values():
+                order.moved(self, node)
 
     def check(self) -> list[str]:
         """Broken invariants, in words; empty when all hold."""

@@ -20,6 +20,10 @@ def check(index: Index) -> list[str]:
         pages += node.pages
         wrong += _check_place(index, node)
         wrong += _check_copies(index, node)
+    for tier, held in enumerate(index.held):
+        there = sum(node.count[tier] for node in (*index.walk(), *index.doomed))
+        if sum(held) != there:
+            wrong.append(f"index counts {sum(held)} copies in tier {tier}; there are {there}")
     if (nodes, pages) != (index.nodes, index.pages):
         wrong.append(f"index counts {index.nodes} nodes, {index.pages} pages; there are {nodes}, {pages}")
     wrong += [f"doomed node at {n.depth} without lease" for n in index.doomed if not n.refs]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.identity import CacheSpec
-from kvtier.index.node import LOCAL, Node, blank
+from kvtier.index.node import LOCAL, TIERS, Node, blank
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY, RUN_PAGES, Kind
 
@@ -42,6 +42,10 @@ class Copies:
         """Groups that every published page has a copy of in some local tier."""
         self.orders = orders
         self.heat = heat
+        self.share = 0
+        """Whose leaves these are in the orders: 0, or the number of a quota."""
+        self.held = [[0] * self.groups for _ in range(TIERS)]
+        """Copies by tier and group."""
         self.root = Node(None, b"", 0, 0, self.groups, 0.0)
         self.root.chain = root_chain
 
@@ -78,6 +82,7 @@ class Copies:
         if isinstance(handles, array) and isinstance(sums, array) and _HOLE not in handles.tobytes():
             assert held[at:end].tobytes() == _HOLE * len(handles), "copy overwritten"
             held[at:end], kept[at:end] = handles, sums
+            self.held[tier][group] += len(handles)
             self._gain(node, tier, at, end, len(handles))
             return
         gained = 0
@@ -88,6 +93,7 @@ class Copies:
                 kept[position] = sums[position - at]
                 gained += 1
         if gained:
+            self.held[tier][group] += gained
             self._gain(node, tier, at, end, gained)
 
     def move(self, node: Node, at: int, tier: int, group: int, handle: int) -> int:
@@ -106,6 +112,7 @@ class Copies:
         gone = array("q", [held[at]])
         held[at] = NO_COPY
         node.count[tier] -= 1
+        self.held[tier][group] -= 1
         self._told(node, tier, at, at + 1, 1)
         if node.count[tier] == 0 and node.below[tier] == 0:
             self._vanish(node, tier)
@@ -123,6 +130,7 @@ class Copies:
             if gone:
                 held[lo:hi] = blank(hi - lo)
                 lost += len(gone)
+                self.held[tier][group] -= len(gone)
                 out.append(Dropped(tier, group, gone))
         if lost:
             node.count[tier] -= lost

@@ -88,3 +88,13 @@ class Node:
 def blank(pages: int) -> array[int]:
     """Handles of `pages` pages with no copy."""
     return array("q", b"\xff" * (8 * pages))
+
+
+def on_path(deep: Node, node: Node) -> bool:
+    """Whether `node` is on the path to `deep`."""
+    up: Node | None = deep
+    while up is not None and up.depth >= node.depth:
+        if up is node:
+            return True
+        up = up.parent
+    return False

@@ -8,8 +8,8 @@ O(log leaves), whatever the number of leaves.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvtier.types import RUN_PAGES
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvtier.index.copies import Copies
     from kvtier.index.node import Node
 
+ANY: Final = -1
 Entry = tuple[float, int, "Node", Any]
 
 
@@ -138,19 +139,23 @@ class Order:
     somebody asked to keep for a while go after them, the first to run out first.
     """
 
-    __slots__ = ("_heaps", "_last", "_stale", "_tie", "policy", "tier")
+    __slots__ = ("_last", "_shares", "_stale", "_tie", "policy", "tier")
 
     def __init__(self, tier: int, policy: Ranking | None = None) -> None:
         self.tier = tier
         self.policy: Ranking = policy or Recency()
-        self._heaps: list[list[Entry]] = [[] for _ in range(self.policy.lanes + 2)]
+        self._shares: dict[int, list[list[Entry]]] = {0: self._lanes()}
+        """By quota, 0 for what is under none: a heap for each lane."""
         self._last = self.policy.lanes + 1
         self._tie = 0
         self._stale = 0
 
+    def _lanes(self) -> list[list[Entry]]:
+        return [[] for _ in range(self.policy.lanes + 2)]
+
     def __len__(self) -> int:
         """Entries, stale ones included."""
-        return sum(map(len, self._heaps))
+        return sum(len(heap) for lanes in self._shares.values() for heap in lanes)
 
     def queued(self, node: Node) -> bool:
         """Whether an entry of the node is here."""
@@ -179,7 +184,20 @@ class Order:
             self._forgotten()
         self._queue(node, lane)
         self._tie += 1
-        heapq.heappush(self._heaps[lane], (rank, self._tie, node, index))
+        heapq.heappush(self._heaps(index.share)[lane], (rank, self._tie, node, index))
+
+    def _heaps(self, share: int) -> list[list[Entry]]:
+        heaps = self._shares.get(share)
+        if heaps is None:
+            heaps = self._shares[share] = self._lanes()
+        return heaps
+
+    def moved(self, index: Copies, node: Node) -> None:
+        """The node's index is of another quota now; what is queued elsewhere is void."""
+        if self.queued(node):
+            self._forgotten()
+            self._queue(node, -1)
+            self.push(index, node)
 
     def use(self, index: Copies, node: Node, now: float) -> None:
         """One logical request ended in `node`; where that moves it to another lane, it is queued there."""
@@ -187,50 +205,69 @@ class Order:
         if node.queued >> 8 * self.tier & 255:
             self.push(index, node)
 
-    def pop(self, now: float = 0.0) -> tuple[Index, Node] | None:
-        """Take out the leaf that goes first, or None. The caller trims it and puts it back if it lasts."""
-        self._expire(now)
+    def pop(self, now: float = 0.0, share: int = ANY) -> tuple[Index, Node] | None:
+        """Take out the leaf that goes first, of one quota or of all; or None.
+
+        The caller trims it and puts it back if it lasts.
+        """
         while True:
-            lane = self._pick(now)
-            if lane < 0:
+            found = self._first(self._shares if share == ANY else (share,), now)
+            if found is None:
                 return None
-            _, _, node, index = heapq.heappop(self._heaps[lane])
+            heap, lane = found
+            _, _, node, index = heapq.heappop(heap)
             self._queue(node, -1)
             if 0 < lane < self._last and self.policy.spare(node):
                 self.push(index, node)
                 continue
             return index, node
 
-    def _expire(self, now: float) -> None:
+    def _first(self, shares: Iterable[int], now: float) -> tuple[list[Entry], int] | None:
+        """The heap whose head goes first, and its lane. Between quotas the least recently used head goes first."""
+        best: tuple[float, float] | None = None
+        found = None
+        for share in list(shares):
+            heaps = self._heaps(share)
+            self._expire(heaps, share, now)
+            lane = self._pick(heaps, share, now)
+            if lane >= 0:
+                place = float(lane == self._last), heaps[lane][0][2].time
+                if best is None or place < best:
+                    best, found = place, (heaps[lane], lane)
+        return found
+
+    def _expire(self, heaps: list[list[Entry]], share: int, now: float) -> None:
         """Leaves that were to be kept until now are like any other again."""
-        kept = self._heaps[self._last]
+        kept = heaps[self._last]
         while kept and kept[0][0] <= now:
             _, _, node, index = heapq.heappop(kept)
-            if node.queued >> 8 * self.tier & 255 == self._last + 1:
+            if node.queued >> 8 * self.tier & 255 == self._last + 1 and index.share == share:
                 self._queue(node, -1)
                 if node.keep <= now:
                     node.keep = 0.0
                 if not node.dead and not node.refs and node.tier_leaf(self.tier):
                     self.push(index, node)
 
-    def _pick(self, now: float) -> int:
+    def _pick(self, heaps: list[list[Entry]], share: int, now: float) -> int:
         """The lane whose first leaf goes next, -1 where there is none."""
-        if self._head(0) is not None:
+        if self._head(heaps, share, 0) is not None:
             return 0
         if self._last == 2:
-            lane = 1 if self._head(1) is not None else -1
+            lane = 1 if self._head(heaps, share, 1) is not None else -1
         else:
-            heads = [self._head(lane) for lane in range(1, self._last)]
+            heads = [self._head(heaps, share, lane) for lane in range(1, self._last)]
             lane = self.policy.pick(heads, now) + 1 if any(head is not None for head in heads) else -1
-        return lane if lane > 0 else (self._last if self._head(self._last) is not None else -1)
+        if lane > 0:
+            return lane
+        return self._last if self._head(heaps, share, self._last) is not None else -1
 
-    def _head(self, lane: int) -> Node | None:
+    def _head(self, heaps: list[list[Entry]], share: int, lane: int) -> Node | None:
         """The first leaf of a lane, entries that are out of date put right on the way."""
-        heap = self._heaps[lane]
+        heap = heaps[lane]
         shift = 8 * self.tier
         while heap:
             rank, tie, node, index = heap[0]
-            if node.queued >> shift & 255 != lane + 1:
+            if node.queued >> shift & 255 != lane + 1 or index.share != share:
                 heapq.heappop(heap)
                 self._stale -= 1
                 continue
@@ -254,10 +291,14 @@ class Order:
         self._stale += 1
         if self._stale > max(1024, len(self) // 2):
             shift = 8 * self.tier
-            for lane, heap in enumerate(self._heaps):
-                live = [e for e in heap if not e[2].dead and e[2].queued >> shift & 255 == lane + 1]
-                heapq.heapify(live)
-                heap[:] = live
+            for share, heaps in self._shares.items():
+                for lane, heap in enumerate(heaps):
+                    live = [
+                        e for e in heap
+                        if not e[2].dead and e[2].queued >> shift & 255 == lane + 1 and e[3].share == share
+                    ]  # fmt: skip
+                    heapq.heapify(live)
+                    heap[:] = live
             self._stale = 0
 
     def died(self) -> None:

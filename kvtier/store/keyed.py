@@ -120,7 +120,8 @@ class Keys:
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
         need = self.lack(process.instance, cache, names)
-        got = cache.pool.alloc(msg.group, need)
+        fits = self.parts.space.fits(cache, [need * (group == msg.group) for group in range(cache.index.groups)])
+        got = cache.pool.alloc(msg.group, need) if fits else array("q")
         if len(got) == need:
             return self.fill(process, cache, names, msg.group, got, "")
         cache.free_host(msg.group, got)
@@ -135,7 +136,7 @@ class Keys:
         if cache.retired or process.instance.gone:
             self.parts.space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        return self.fill(process, cache, names, group, got[group], Code.NO_SPACE)
+        return self.fill(process, cache, names, group, got[group], self.parts.space.short(cache, needs))
 
     @staticmethod
     def lack(instance: Instance, cache: Cache, names: list[bytes]) -> int:

@@ -91,6 +91,7 @@ class Parts:
         pool = self.host.pool(scope, shape_of(spec))
         orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool), Tier.DISK: self.persist.order}
         cache = Cache(next(self.numbers), spec, scope, epoch, pool, orders, self.ways.heat)
+        self.ways.quotas.join(cache)
         self.caches[cache.number] = self.ids[cache.id] = cache
         self.space.caches[cache.index] = self.persist.caches[cache.index] = cache
         self.epochs[cache.base] = max(epoch, self.epochs.get(cache.base, 0))
@@ -139,6 +140,7 @@ class Parts:
         for cache in [c for c in self.caches.values() if c.number not in used]:
             index = cache.index
             if not (index.nodes or index.doomed or index.root.refs or cache.reservations):
+                self.ways.quotas.leave(cache)
                 del self.caches[cache.number], self.ids[cache.id]
                 del self.space.caches[index], self.persist.caches[index]
                 self.persist.evictions.forget(index)

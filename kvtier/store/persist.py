@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.index import Node, Order
+from kvtier.index import ANY, Node, Order
+from kvtier.index.node import on_path
 from kvtier.store.cache import Cache
 from kvtier.store.evictions import Evictions
 from kvtier.store.ways import Ways
@@ -108,7 +109,7 @@ class Persist:
                 if entry.covers(page):
                     return entry
             up = up.parent
-        found = (e for e in self.pending if e.cache is cache and e.covers(page) and _on_path(e.node, where))
+        found = (e for e in self.pending if e.cache is cache and e.covers(page) and on_path(e.node, where))
         return next(found, None)
 
     async def progress(self, deadline: float) -> bool:
@@ -205,14 +206,18 @@ class Persist:
         ):
             entry.failed = "the page before is not on disk"
             return True
+        if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self.evict):
+            entry.failed = Code.OVER_CAP
+            return True
         if cache.disk is None:
             cache.disk = disk.open_cache(cache.id, cache.base, cache.scope, cache.epoch, cache.spec)
         first = entry.first
         keys, chains, parent = _names(cache, entry.node, first, end)
-        done = self._completion(entry, first, end, items)
+        done = self._completion(entry, first, end, items, nbytes)
         if not disk.write(cache.disk, parent, 0 if cache.spec.keyed else first, keys, chains, items, done):
             self._make_room(entry, nbytes)
             return False
+        self.ways.quotas.writing[cache] += nbytes
         self._writing += 1
         entry.first = end
         return True
@@ -241,9 +246,12 @@ class Persist:
         where, at = cache.index.locate(node, first - 1)
         return all(cache.index.get(where, at, Tier.DISK, g) != NO_COPY for g in cache.index.anchors)
 
-    def _completion(self, entry: Entry, first: int, end: int, items: list[Item]) -> Callable[[int | None, str], None]:
+    def _completion(
+        self, entry: Entry, first: int, end: int, items: list[Item], nbytes: int
+    ) -> Callable[[int | None, str], None]:
         def done(run_id: int | None, error: str) -> None:
             self._writing -= 1
+            self.ways.quotas.writing[entry.cache] -= nbytes
             if entry.node.dead:
                 error = GONE
                 if run_id is not None:
@@ -312,13 +320,13 @@ class Persist:
         self._syncing = False
         self.pump()
 
-    def evict(self, nbytes: int) -> bool:
-        """Free at least `nbytes` of cold pages on disk; False when nothing is free to go."""
+    def evict(self, nbytes: int, share: int = ANY) -> bool:
+        """Free at least `nbytes` of cold pages on disk, of one quota or of all; False when nothing is free to go."""
         disk = self.disk
         assert disk is not None
         freed = 0
         while freed < nbytes:
-            taken = self.order.pop(self.ways.now())
+            taken = self.order.pop(self.ways.now(), share)
             if taken is None:
                 break
             index, node = taken
@@ -335,16 +343,6 @@ class Persist:
             index.settle(node)
             index.requeue(node, Tier.DISK)
         return freed > 0
-
-
-def _on_path(deep: Node, node: Node) -> bool:
-    """Whether `node` is on the path to `deep`."""
-    up: Node | None = deep
-    while up is not None and up.depth >= node.depth:
-        if up is node:
-            return True
-        up = up.parent
-    return False
 
 
 def _unsaved_runs(cache: Cache, node: Node) -> list[tuple[int, int]]:

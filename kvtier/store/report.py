@@ -80,6 +80,7 @@ class Report:
                 "caches": len(parts.caches),
                 "pages": sum(c.index.pages for c in parts.caches.values()),
                 "instances": instances,
+                "quotas": parts.ways.quotas.report(),
                 "moving": {
                     "running": parts.mover.running,
                     "waiting": parts.mover.waiting,

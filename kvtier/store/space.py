@@ -9,17 +9,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvtier.index import Index, Node, Order
+from kvtier.index import ANY, Index, Node, Order
 from kvtier.mover import Mover, Urgency, copy_items
 from kvtier.store.cache import Cache
 from kvtier.store.persist import Persist
 from kvtier.store.ways import Ways
 from kvtier.tiers.host import HostPool, HostTier
 from kvtier.tiers.slab import Slab, SlotState
-from kvtier.types import NO_COPY, Tier
+from kvtier.types import NO_COPY, Code, Tier
 
 STEAL_TRIES = 4
 BARREN_S = 1.0
+MOST_OWN = 256
+"""Items that a cache over its quota gives up at once, before others have their turn."""
 AHEAD = 16
 """Items a slice: half a millisecond."""
 MAX_UNSAVED = 64
@@ -56,6 +58,8 @@ class Space:
         `deadline` is in the loop's time. Free memory first; then clean cold pages; then, within the deadline, pages
         that wait for disk and slabs of pools above their fair share.
         """
+        if not await self._within(cache, needs, deadline):
+            return [array("q") for _ in needs]
         got = [cache.pool.alloc(group, n) if n else array("q") for group, n in enumerate(needs)]
         try:
             await self._more(cache.pool, needs, got, deadline)
@@ -63,6 +67,36 @@ class Space:
             self.give_back(cache, got)
             raise
         return got
+
+    def fits(self, cache: Cache, needs: list[int]) -> bool:
+        """Whether so many items more are within the cache's quota, after its own coldest pages went."""
+        cost = sum(n * cache.slot_cost(group) for group, n in enumerate(needs))
+
+        def evict(over: int, share: int) -> None:
+            groups = [group for group, n in enumerate(needs) if n]
+            wanted = [0] * len(needs)
+            for group in groups:
+                wanted[group] = min(MOST_OWN, -(-over // cache.slot_cost(group)))
+            self.evict(cache.pool, wanted, share)
+
+        return not self.ways.quotas.blocks(cache, cost, Tier.HOST, evict)
+
+    def short(self, cache: Cache, needs: list[int]) -> Code:
+        """Why fewer slots came than were needed."""
+        cost = sum(n * cache.slot_cost(group) for group, n in enumerate(needs))
+        return Code.OVER_CAP if self.ways.quotas.over(cache, cost, Tier.HOST) else Code.NO_SPACE
+
+    async def _within(self, cache: Cache, needs: list[int], deadline: float) -> bool:
+        """Wait until they are: what is on its way to disk can go soon."""
+        gone = self.counts["evictions_host"]
+        while not self.fits(cache, needs):
+            if self.counts["evictions_host"] > gone:
+                gone = self.counts["evictions_host"]
+                await asyncio.sleep(0)
+            elif not await self.persist.progress(deadline):
+                self.counts["refused_quota"] += 1
+                return False
+        return True
 
     async def _more(self, pool: HostPool, needs: list[int], got: list[array[int]], deadline: float) -> None:
         """Add to `got` until it is what is needed, or nothing helps."""
@@ -111,11 +145,12 @@ class Space:
 
     # -- eviction --------------------------------------------------------------------------------------------
 
-    def evict(self, pool: HostPool, missing: list[int]) -> bool:
+    def evict(self, pool: HostPool, missing: list[int], share: int = ANY) -> bool:
         """Drop cold clean pages until `missing` items per group fit; False when nothing could be dropped.
 
         A page that no tier but host holds is offered to disk first; where that is refused, it is lost only when there
         is no copy to drop that disk has too. A group without any slot is not helped by evicting the others' pages.
+        Of one quota, or of all.
         """
         order = self.order_of(pool)
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
@@ -123,7 +158,7 @@ class Space:
         offered = 0
         unsaved: list[tuple[Index, Node]] = []
         while offered < max(left):
-            taken = order.pop(self.ways.now()) if len(unsaved) < MAX_UNSAVED else None
+            taken = order.pop(self.ways.now(), share) if len(unsaved) < MAX_UNSAVED else None
             if taken is None and not unsaved:
                 break
             index, node = taken or unsaved.pop(0)

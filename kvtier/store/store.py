@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from kvtier import wire
 from kvtier.identity import base_id
+from kvtier.policy.quota import Rule
 from kvtier.store import curves
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
@@ -115,6 +116,10 @@ class Store:
         self.cap_bytes = int(self.parts.host.budget_bytes * share)
         for instance in self.parts.instances.values():
             instance.cap_bytes = self.cap_bytes
+
+    def limit(self, quotas: Sequence[Rule]) -> None:
+        """Other quotas from now on."""
+        self.parts.ways.quotas.set(quotas, self.parts.caches.values())
 
     # -- sessions --------------------------------------------------------------------------------------------------
 

@@ -212,10 +212,11 @@ class Tokens:
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
         needs = self._needs(process.instance, cache, path.keys, msg.start, wanted)
-        got = [cache.pool.alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
-        if all(len(have) == n for have, n in zip(got, needs, strict=True)):
-            return self._fill(process, path, msg, wanted, got, "")
-        self.parts.space.give_back(cache, got)
+        if self.parts.space.fits(cache, needs):
+            got = [cache.pool.alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
+            if all(len(have) == n for have, n in zip(got, needs, strict=True)):
+                return self._fill(process, path, msg, wanted, got, "")
+            self.parts.space.give_back(cache, got)
         return self._reserve_later(process, path, msg, wanted, needs, deadline)
 
     async def _reserve_later(
@@ -225,7 +226,7 @@ class Tokens:
         if path.cache.retired or process.instance.gone:
             self.parts.space.give_back(path.cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        return self._fill(process, path, msg, wanted, got, Code.NO_SPACE)
+        return self._fill(process, path, msg, wanted, got, self.parts.space.short(path.cache, needs))
 
     def _needs(self, instance: Instance, cache: Cache, keys: bytes, start: int, wanted: list[Mask]) -> list[int]:
         """Items per group to allocate: what is wanted, not there yet, and within the instance's cap."""

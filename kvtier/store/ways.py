@@ -10,6 +10,7 @@ from typing import Any
 from kvtier.heat import Heat
 from kvtier.policy import DEFAULT, Policy, load
 from kvtier.store.curves import Curves
+from kvtier.store.quotas import Quotas
 
 
 class Ways:
@@ -26,6 +27,7 @@ class Ways:
         self.now = now
         self.high_water = high_water
         self.curves = curves or Curves()
+        self.quotas = Quotas()
         self.heat = Heat()
         self.counts: Counter[str] = Counter()
         self.policy_name = policy

@@ -1,0 +1,77 @@
+"""Who may have how much of which tier: whoever is over makes room among what is its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvtier.policy.quota import Rule
+from kvtier.store.cache import Cache
+from kvtier.types import Tier
+
+
+class Quotas:
+    """Rules, and the caches that each is about. A cache's share in the orders is its rule's number, 0 without one."""
+
+    def __init__(self) -> None:
+        self.rules: Sequence[Rule] = ()
+        self.writing: Counter[Cache] = Counter()
+        """Bytes on their way to disk."""
+        self._members: dict[int, list[Cache]] = {}
+
+    def set(self, rules: Sequence[Rule], caches: Iterable[Cache]) -> None:
+        """Other rules from now on; what is held beyond them goes when room is asked for next."""
+        self.rules = rules
+        self._members.clear()
+        for cache in caches:
+            self.join(cache)
+
+    def join(self, cache: Cache) -> None:
+        """A cache comes under the first rule that fits it."""
+        fits = (n for n, rule in enumerate(self.rules, 1) if rule.fits(cache.id, cache.spec.salt, cache.scope))
+        share = next(fits, 0)
+        cache.index.move_to(share)
+        if share:
+            self._members.setdefault(share, []).append(cache)
+
+    def leave(self, cache: Cache) -> None:
+        """A cache is forgotten."""
+        del self.writing[cache]
+        if cache.index.share:
+            self._members[cache.index.share].remove(cache)
+
+    def held(self, share: int, tier: int) -> int:
+        """Bytes that the caches of a rule have in a tier, with what is on its way there."""
+        total = 0
+        for cache in self._members.get(share, ()):
+            total += sum(cache.index.held[tier][group] * cache.slot_cost(group) for group in range(cache.index.groups))
+            if tier == Tier.HOST:
+                total += sum(res.cost for res in cache.reservations)
+            elif tier == Tier.DISK:
+                total += self.writing[cache]
+        return total
+
+    def over(self, cache: Cache, nbytes: int, tier: int) -> int:
+        """Bytes that must go before a cache may have `nbytes` more of a tier."""
+        share = cache.index.share
+        if not share or not nbytes:
+            return 0
+        limit = self.rules[share - 1].limits.get(tier)
+        return 0 if limit is None else max(0, self.held(share, tier) + nbytes - limit)
+
+    def blocks(self, cache: Cache, nbytes: int, tier: int, evict: Callable[[int, int], Any]) -> bool:
+        """Whether there is no place for so much more, after its own coldest pages went: evict(bytes, share)."""
+        over = self.over(cache, nbytes, tier)
+        if over:
+            evict(over, cache.index.share)
+        return over > 0 and self.over(cache, nbytes, tier) > 0
+
+    def report(self) -> list[dict[str, Any]]:
+        """For status: each rule with what is held."""
+        return [
+            {"rule": f"{rule.kind}={rule.name}"}
+            | {f"{Tier(tier).name.lower()}_limit_bytes": limit for tier, limit in rule.limits.items()}
+            | {f"{Tier(tier).name.lower()}_held_bytes": self.held(number, tier) for tier in rule.limits}
+            for number, rule in enumerate(self.rules, 1)
+        ]

@@ -1,0 +1,185 @@
+"""Quotas: whoever is over makes room among its own, others lose nothing, limits change while the daemon runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engines import Engine, spec, tokens
+from kvtier.client import Client
+from kvtier.config import size
+from kvtier.ctl import main
+from kvtier.identity import GroupSpec
+from kvtier.policy.quota import Rule, parse
+from kvtier.store.quotas import Quotas
+from kvtier.types import Code, Kind, KvtierError, Tier
+from storekit import MIB, quiet, storing
+
+PAGE = 65536
+
+
+def cache_of(tenant: bytes):
+    """A cache of one tenant."""
+    return spec((GroupSpec(Kind.FULL, 1, 1, PAGE),), page_tokens=1, salt=tenant)
+
+
+def path(number: int, pages: int = 4) -> bytes:
+    """One of several prompts."""
+    return tokens(*(1000 * number + n for n in range(pages)), page_tokens=1)
+
+
+def limited(*, pages: int, tenant: bytes = b"a", tier: Tier = Tier.HOST) -> list[Rule]:
+    """One tenant may have so many pages of a tier."""
+    return [Rule("tenant", tenant.hex(), {tier: pages * PAGE})]
+
+
+async def engine_of(store, tenant: bytes) -> Engine:
+    """An engine of a tenant."""
+    engine = Engine(store, f"engine-{tenant.hex()}", pid=tenant[0])
+    await engine.open(cache_of(tenant))
+    return engine
+
+
+def held(store, engine: Engine, tier: Tier) -> int:
+    """Pages of the engine's cache in a tier."""
+    return sum(store.parts.caches[engine.opened.cache].index.held[tier])
+
+
+async def test_a_tenant_at_its_limit_takes_from_itself_alone(tmp_path):
+    """Its coldest prompts go, another's older ones stay; disk keeps what host gives up."""
+    async with storing(tmp_path, host=4 * MIB) as store:
+        store.limit(limited(pages=10))
+        other, engine = await engine_of(store, b"b"), await engine_of(store, b"a")
+        for n in range(5):
+            await other.put(path(n))
+        for n in range(6):
+            assert await engine.put(path(n), wait_ms=5000) == 4
+            assert held(store, engine, Tier.HOST) <= 10
+            assert store.parts.check() == []
+        assert held(store, other, Tier.HOST) == 20
+        await quiet(store)
+        assert held(store, engine, Tier.DISK) == 24
+        assert await engine.get(path(0)) == 4, "what comes back makes room, too"
+        assert held(store, engine, Tier.HOST) <= 10
+
+
+async def test_a_request_larger_than_the_limit_is_refused_by_name():
+    """Nothing can go that would make it fit."""
+    async with storing(None, host=4 * MIB) as store:
+        store.limit(limited(pages=3))
+        engine = await engine_of(store, b"a")
+        reserved = await engine.reserve(path(0))
+        assert (reserved.pages, reserved.refused) == (0, Code.OVER_CAP)
+        assert store.parts.counts["refused_quota"] == 1
+        assert await engine.put(path(1, 3)) == 3
+
+
+async def test_a_limit_on_disk(tmp_path):
+    """The tenant's oldest pages leave disk; another's stay."""
+    async with storing(tmp_path, host=8 * MIB) as store:
+        store.limit(limited(pages=10, tier=Tier.DISK))
+        other, engine = await engine_of(store, b"b"), await engine_of(store, b"a")
+        await other.put(path(0))
+        await quiet(store)
+        for n in range(6):
+            await engine.put(path(n))
+            await quiet(store)
+            assert held(store, engine, Tier.DISK) <= 10
+        assert held(store, other, Tier.DISK) == 4
+        assert held(store, engine, Tier.HOST) == 24
+        assert store.parts.check() == []
+
+
+async def test_limits_that_change_hold_for_what_is_there(tmp_path):
+    """Caches move under a new rule with all their leaves, and out of it again."""
+    async with storing(tmp_path, host=4 * MIB) as store:
+        engine = await engine_of(store, b"a")
+        for n in range(8):
+            await engine.put(path(n))
+        await quiet(store)
+        store.limit(limited(pages=12))
+        assert store.parts.check() == []
+        await engine.put(path(50), wait_ms=5000)
+        assert held(store, engine, Tier.HOST) <= 12
+        store.limit([])
+        for n in range(51, 56):
+            await engine.put(path(n))
+        assert held(store, engine, Tier.HOST) > 12
+        assert store.parts.check() == []
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(0, 9), st.integers(1, 6)), max_size=40),
+       st.integers(1, 12))  # fmt: skip
+async def test_whatever_is_asked_limits_hold(requests, pages):
+    """Three tenants over a small host, two of them limited: never over, invariants hold."""
+    async with storing(None, host=2 * MIB, cap=1.0) as store:
+        rules = [*limited(pages=pages), *limited(pages=2 * pages, tenant=b"b")]
+        store.limit(rules)
+        engines = {name: await engine_of(store, name) for name in (b"a", b"b", b"c")}
+        for name, number, count in requests:
+            await engines[name].put(path(number, count))
+            assert held(store, engines[b"a"], Tier.HOST) <= pages
+            assert held(store, engines[b"b"], Tier.HOST) <= 2 * pages
+            assert store.parts.check() == []
+
+
+def test_rules_as_text():
+    """Kinds, tiers and sizes; the first that fits is the rule."""
+    rules = parse("tenant=6163 host=2GiB disk=20GiB; scope=uid:7 host=1M;;", size)
+    assert rules == [
+        Rule("tenant", "6163", {Tier.HOST: 2 << 30, Tier.DISK: 20 << 30}),
+        Rule("scope", "uid:7", {Tier.HOST: 1 << 20}),
+    ]
+    assert rules[0].fits(b"x", b"ac", "uid:1")
+    assert not rules[0].fits(b"x", b"a", "uid:1")
+    assert rules[1].fits(b"x", b"", "uid:7")
+    assert parse("cache=3FA8 disk=1G", size)[0].fits(bytes.fromhex("3fa811"), b"", "")
+    assert parse("", size) == []
+
+
+@pytest.mark.parametrize("text", ["who=1 host=1G", "tenant= host=1G", "tenant=61", "tenant=61 tape=1G",
+                                  "tenant=61 host=much", ";".join(["tenant=61 host=1G"] * 65)])  # fmt: skip
+def test_wrong_rules_are_refused(text):
+    """Naming the setting."""
+    with pytest.raises(KvtierError) as caught:
+        parse(text, size)
+    assert caught.value.field == "quotas"
+
+
+def test_no_rules_cost_nothing():
+    """Without a rule nothing is counted."""
+    quotas = Quotas()
+
+    class Cache:
+        """A cache under no rule."""
+
+        class index:  # noqa: N801
+            """Its share."""
+
+            share = 0
+
+    assert not quotas.blocks(Cache, 1 << 40, Tier.HOST, lambda *_: pytest.fail("evicted"))
+
+
+def test_operators_set_quotas_while_it_runs(daemon):
+    """Kvtierctl set, and what status says of them."""
+    runner, admin = CliRunner(), ["--socket", str(daemon.socket.with_name("admin.sock"))]
+    with Client(daemon.socket, instance="one") as client:
+        cache = client.open(cache_of(b"a"))
+        with cache.match(path(0)).reserve(0, 4) as reserved:
+            reserved.commit()
+        result = runner.invoke(main, [*admin, "set", "quotas=tenant=61 host=256KiB"])
+        assert result.exit_code == 0, result.output
+        with cache.match(path(1)).reserve(0, 4) as reserved:
+            reserved.commit()
+        data = json.loads(runner.invoke(main, [*admin, "status", "--json"]).output)
+    (rule,) = data["quotas"]
+    assert rule["host_limit_bytes"] == 256 << 10
+    assert 0 < rule["host_held_bytes"] <= 256 << 10
+    assert "tenant=61" in runner.invoke(main, [*admin, "status"]).output
+    assert runner.invoke(main, [*admin, "set", "quotas=nobody"]).exit_code == 1
