@@ -747,10 +747,10 @@ async def test_a_host_smaller_than_what_is_used_goes_on(tmp_path: Path) -> None:
         await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 65536),)))
         prompts = [tokens(*range(100 * n, 100 * n + 6)) for n in range(12)]
         for keys in prompts:
-            await engine.put(keys)
+            assert await engine.put(keys, wait_ms=20_000) == 6
         await quiet(store)
         for _ in range(3):
             for keys in prompts:
-                assert await engine.get(keys) == 6
+                assert await engine.get(keys, wait_ms=20_000) == 6
         assert store.parts.counts["pages_loaded_disk"] >= 3 * 6 * 8
         assert store.parts.check() == []
