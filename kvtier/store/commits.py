@@ -48,20 +48,19 @@ class Commits:
             sums = {(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items}
         if sums is not None:
             return self._serve(res, positions, sums)
-        return self._sum_and_serve(res, positions, items)
+        res.hashing += 1
+        return _result(asyncio.ensure_future(self._sum_and_serve(res, positions, items)))
 
     async def _sum_and_serve(
         self, res: Reservation, positions: list[int], items: list[tuple[int, int, int]]
     ) -> Committed:
-        """The same in worker threads. Cancelled or not, the pages are complete and are served."""
-        res.hashing += 1
-        work = asyncio.ensure_future(self._sums(res, items))
+        """The same in worker threads, whatever becomes of the request: the pages are complete and are served."""
+        found = None
         try:
-            await asyncio.shield(work)
+            found = await self._sums(res, items)
         finally:
-            await drained(work)
             res.hashing -= 1
-            reply = self._serve(res, positions, None if work.cancelled() or work.exception() else work.result())
+            reply = self._serve(res, positions, found)
         return reply
 
     async def _sums(self, res: Reservation, items: list[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
@@ -192,6 +191,14 @@ class Commits:
         for res in reservations:
             res.abandon()
             self._end(res)
+
+
+async def _result(work: asyncio.Future[Committed]) -> Committed:
+    """What work that nobody can cancel comes to, once it has ended."""
+    try:
+        return await asyncio.shield(work)
+    finally:
+        await drained(work)
 
 
 def _durable(res: Reservation) -> Callable[[int], None] | None:

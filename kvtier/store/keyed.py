@@ -54,10 +54,10 @@ class Keys:
         cache, names = self.names(process, msg.cache, msg.group, msg.keys)
         deadline = self.parts.deadline(msg.wait_ms)
         lease, nodes = self.hold(process.instance, cache, names, msg.group)
-        missing = self.missing(cache, nodes, msg.group)
-        if missing:
-            return self._load(process.instance, lease, nodes, missing, deadline)
-        return self._grant(process.instance, lease, nodes)
+        if not self.missing(cache, nodes, msg.group):
+            return self._grant(process.instance, lease, nodes)
+        self.drop(process.instance, lease)  # a coroutine that is cancelled before it begins could not give it back
+        return self._load(process.instance, cache, names, msg.group, deadline)
 
     def hold(self, instance: Instance, cache: Cache, names: list[bytes], group: int) -> tuple[Lease, list[Node | None]]:
         """Lease what is there of the keys, touching the deepest first so that the root is the warmest."""
@@ -88,10 +88,11 @@ class Keys:
         return out
 
     async def _load(
-        self, instance: Instance, lease: Lease, nodes: list[Node | None], missing: list[Missing], deadline: float
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
     ) -> Acquired:
+        lease, nodes = self.hold(instance, cache, names, group)
         try:
-            await self.parts.loads.bring(lease.cache, missing, deadline)
+            await self.parts.loads.bring(cache, self.missing(cache, nodes, group), deadline)
         except BaseException:
             self.drop(instance, lease)
             raise

@@ -206,6 +206,8 @@ class Space:
 
     async def _empty(self, donor: HostPool, slab: Slab) -> bool:
         """Evict as many cold pages as the slab holds, then relocate what is left in it."""
+        if slab.closed:  # by somebody else who needs room, while this one emptied another
+            return False
         donor.close_slab(slab)
         needs = [0] * len(donor.shape.slot_bytes)
         needs[slab.group] = slab.used

@@ -103,9 +103,10 @@ class Tokens:
         if held is None:
             return Acquired(0, 0)
         lease, missing = held
-        if missing:
-            return self._load(process.instance, path, msg.pages, lease, deadline)
-        return self._grant(process.instance, lease)
+        if not missing:
+            return self._grant(process.instance, lease)
+        self._drop(process.instance, lease)  # a coroutine that is cancelled before it begins could not give it back
+        return self._load(process.instance, path, msg.pages, deadline)
 
     def _hold(self, instance: Instance, path: Path, pages: int) -> tuple[Lease, list[Missing]] | None:
         """Lease the longest match (of at most `pages`) within the cap; None where there is none."""
@@ -130,29 +131,26 @@ class Tokens:
         for node in lease.nodes:
             self.parts.unlease(lease.cache, node)
 
-    async def _load(self, instance: Instance, path: Path, pages: int, lease: Lease, deadline: float) -> Acquired:
+    async def _load(self, instance: Instance, path: Path, pages: int, deadline: float) -> Acquired:
         """Bring the missing pages; a lost copy or the deadline leaves the longest prefix that is in host."""
         for _ in range(MAX_TRIES):
+            held = self._hold(instance, path, pages)
+            if held is None:
+                break
+            lease, missing = held
+            if not missing:
+                return self._grant(instance, lease)
+            cache, node = lease.cache, lease.nodes[0]
             try:
-                cache, node = lease.cache, lease.nodes[0]
-                missing = self.parts.loads.missing(cache, node, cache.radix.needed(lease.pages))
                 await self.parts.loads.bring(cache, missing, deadline)
             except BaseException:
                 self._drop(instance, lease)
                 raise
-            end = pages  # a copy was lost, unless it turns out that time or room is up
             if not node.dead and cache.radix.resumable(node, lease.pages, LOCAL)[1] == lease.pages:
-                _, end = cache.radix.resumable(node, lease.pages, (Tier.HOST,))
-                if end == lease.pages:
+                _, pages = cache.radix.resumable(node, lease.pages, (Tier.HOST,))  # time or room is up
+                if pages == lease.pages:
                     return self._grant(instance, lease)
             self._drop(instance, lease)
-            held = self._hold(instance, path, end)
-            if held is None:
-                return Acquired(0, 0)
-            lease = held[0]
-            if not held[1]:
-                return self._grant(instance, lease)
-        self._drop(instance, lease)
         return Acquired(0, 0)
 
     def _grant(self, instance: Instance, lease: Lease) -> Acquired:

@@ -1,0 +1,45 @@
+"""Many engines at once over one small store: no byte is ever wrong, and in the end nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from busykit import FLEET, Busy
+from engines import idle
+from kvtier.store import Store
+from storekit import quiet, storing, until
+
+SEEDS = range(int(os.environ.get("KVTIER_SEEDS", "20")))
+
+
+async def _watch(store: Store) -> None:
+    """Every invariant, while everything moves."""
+    while True:
+        assert store.parts.check() == []
+        await asyncio.sleep(0.005)
+
+
+async def _busy(path: Path, seed: int, steps: int) -> None:
+    """Engines of four caches live beside each other; afterwards the store must be as if nobody had been there."""
+    disk = (256 << 10, 1 << 20, 64 << 20)[seed % 3]
+    async with storing(path, host=(1 << 20, 512 << 10)[seed % 2], disk=disk) as store:
+        fleet = [Busy(store, number, seed) for number in range(len(FLEET))]
+        watch = asyncio.ensure_future(_watch(store))
+        await asyncio.gather(*(engine.live(steps) for engine in fleet))
+        assert not watch.done(), await watch
+        watch.cancel()
+        await quiet(store)
+        await until(lambda: not store.parts.loads.moving)
+        assert idle(store) == []
+        assert not any(store.parts.mover.waiting.values())
+        assert not store.parts.waiting
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_engines_at_once_see_no_wrong_byte_and_leave_nothing(tmp_path: Path, seed: int) -> None:
+    """Requests, cancellations, resets, farewells and deaths at random over a full host: all returns, all is right."""
+    await _busy(tmp_path, seed, 20)
