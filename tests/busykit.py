@@ -329,7 +329,9 @@ class Busy:
         size = engine.opened.groups[group].item_bytes
         at = self.rows(count)
         for n, row in enumerate(at):
-            self.memory[row, :size] = content(more.get("tag", engine.tag) + part(self.spec, keys, first + n), group, size)
+            self.memory[row, :size] = content(
+                more.get("tag", engine.tag) + part(self.spec, keys, first + n), group, size
+            )
         if items := more.get("items"):
             there = np.frombuffer(items.offsets, "<i8").reshape(count, -1)[:, 0] >= 0
             at = [row if there[n] else -1 for n, row in enumerate(at)]

@@ -29,6 +29,8 @@ LATE = "the deadline came before the disk"
 NO_ROOM = "no room on disk"
 GONE = "gone"
 """Why pages were not written that left the index meanwhile: no failure."""
+FULL_S = 1.0
+"""So long after it gave something up for new pages, or could not, disk is taken for full."""
 SLICE = 64
 """Nodes looked at before other work on the loop has its turn: about a millisecond."""
 
@@ -72,6 +74,15 @@ class Persist:
         self._writing = 0
         self._moved = asyncio.Event()
         self._syncing = False
+        self._stuck_until = self._full_until = self._given_up = 0.0
+
+    def declines(self, node: Node) -> bool:
+        """Whether disk is full, and what it would give up for this leaf's pages is as warm as they are, or cannot go.
+
+        To write such pages again and again would keep host from making room.
+        """
+        now = asyncio.get_running_loop().time()
+        return now < self._stuck_until or (now < self._full_until and node.time <= self._given_up and not node.keep)
 
     def offer(
         self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None = None
@@ -290,6 +301,7 @@ class Persist:
             disk.flush(self._synced)
         elif not self._writing:  # else what is being written can be evicted soon
             entry.failed = Code.NO_SPACE
+            self._stuck_until = asyncio.get_running_loop().time() + FULL_S
             self.counts["refused_disk_no_space"] += entry.end - entry.first
             asyncio.get_running_loop().call_soon(self.pump)
 
@@ -312,6 +324,7 @@ class Persist:
             lo, hi = index.tail(node, Tier.DISK, self.order.policy.share(node))
             if lo == hi:
                 continue
+            self._given_up = max(self._given_up, node.time)
             self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), self.ways.now())
             gone = index.evict(node, lo, hi, Tier.DISK)
             cache.release(gone, disk)
@@ -320,6 +333,7 @@ class Persist:
             self.counts["evictions_disk"] += 1
             index.settle(node)
             index.requeue(node, Tier.DISK)
+            self._full_until = asyncio.get_running_loop().time() + FULL_S
         return freed > 0
 
 

@@ -117,6 +117,8 @@ class Space:
 
     def _save(self, index: Index, node: Node) -> int:
         """Offer what is unsaved of a leaf's last run to disk; returns how many pages that takes, 0 for none."""
+        if self.persist.declines(node):
+            return 0
         lo, hi = index.tail(node, Tier.HOST)
         lo = self.unsaved_from(index, node, lo, hi)
         return hi - lo if self.persist.offer(self.caches[index], node, node.depth + lo, node.depth + hi) else 0
