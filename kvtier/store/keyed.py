@@ -53,6 +53,9 @@ class Keys:
         """Lease the keys that are there; waits only when some must come from disk."""
         cache, names = self.names(process, msg.cache, msg.group, msg.keys)
         deadline = self.parts.deadline(msg.wait_ms)
+        if not self.parts.host.budget_bytes:  # nothing can be where an engine could read it
+            nowhere: list[Node | None] = [None] * len(names)
+            return self._grant(process.instance, Lease(cache, [], len(names), 0, msg.group), nowhere)
         lease, nodes = self.hold(process.instance, cache, names, msg.group)
         if not self.missing(cache, nodes, msg.group):
             return self._grant(process.instance, lease, nodes)
@@ -60,11 +63,22 @@ class Keys:
         return self._load(process.instance, cache, names, msg.group, deadline)
 
     def hold(self, instance: Instance, cache: Cache, names: list[bytes], group: int) -> tuple[Lease, list[Node | None]]:
-        """Lease what is there of the keys, touching the deepest first so that the root is the warmest."""
-        nodes = [cache.keyed.find(name) for name in names]
-        nodes = [node if node is not None and node.live else None for node in nodes]
-        held = [node for node in nodes if node is not None]
-        cost = len(held) * cache.slot_cost(group)
+        """Lease what is there of the keys, touching the deepest first so that the root is the warmest.
+
+        The leading ones where the cap does not allow all; raises over_cap where it allows none.
+        """
+        each = cache.slot_cost(group) if self.parts.host.budget_bytes else 0  # without host nothing takes a slot
+        fits = max(1, instance.room() // each) if each else len(names)
+        nodes: list[Node | None] = []
+        held: list[Node] = []
+        for name in names:
+            node = cache.keyed.find(name)
+            if node is not None and node.live and len(held) < fits:
+                held.append(node)
+                nodes.append(node)
+            else:
+                nodes.append(None)
+        cost = len(held) * each
         instance.charge(cost)
         now = self.parts.now()
         for node in reversed(held):
@@ -120,6 +134,8 @@ class Keys:
         deadline = self.parts.deadline(msg.wait_ms)
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
+        if not self.parts.host.budget_bytes:
+            return Reserved(0, 0, refused=Code.NO_SPACE)
         need = self.lack(process.instance, cache, names)
         got = cache.pool.alloc(msg.group, need)
         if len(got) == need:

@@ -7,6 +7,7 @@ served. Two engines may fill the same page: the first wins and the other's slots
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 
 from kvtier.index import Node
@@ -38,6 +39,8 @@ class Reservation:
         self.next = 0
         """Token cache: the first page that is not settled."""
         self.hashing = 0
+        self.filling: Counter[int] = Counter()
+        """Positions that region Stores write into now."""
         self.committer: Process | None = None
         """Who committed last: durable is told to it."""
         self.over = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from array import array
 from collections.abc import Awaitable
 
@@ -116,9 +117,13 @@ class Tokens:
         node, end = found.node, found.pages
         if 0 <= pages < end:
             node, end = index.resumable(node, pages, LOCAL)
-        if not end:
+        if not end or not self.parts.host.budget_bytes:
             return None
-        cost = sum(count * cache.slot_cost(g) for g, _, count in index.needed(end))
+        fits = _fitting(cache, end, instance.room())
+        if fits < end:
+            node, fits = index.resumable(node, fits, LOCAL)
+        end = fits or end  # where nothing fits, say so
+        cost = _cost(cache, end)
         instance.charge(cost)
         node = index.ending_at(node, end)
         node.time = max(node.time, self.parts.now())
@@ -187,6 +192,8 @@ class Tokens:
         deadline = self.parts.deadline(msg.wait_ms)
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
+        if not self.parts.host.budget_bytes:
+            return Reserved(0, 0, refused=Code.NO_SPACE)
         needs = self._needs(process.instance, cache, path.keys, msg.start, wanted)
         got = [cache.pool.alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
         if all(len(have) == n for have, n in zip(got, needs, strict=True)):
@@ -262,6 +269,16 @@ class Tokens:
         res.state[:] = (there * np.uint8(SETTLED)).tobytes()
         self.parts.admit(res)
         return Reserved(res.number, granted, items, refused)
+
+
+def _cost(cache: Cache, pages: int) -> int:
+    """Arena bytes of what an engine reads that resumes after so many pages; more pages never cost less."""
+    return sum(count * cache.slot_cost(g) for g, _, count in cache.radix.needed(pages))
+
+
+def _fitting(cache: Cache, pages: int, room: int) -> int:
+    """The most pages, up to `pages`, that cost no more than `room`."""
+    return bisect.bisect_right(range(1, pages + 1), room, key=lambda n: _cost(cache, n))
 
 
 def _wanted(cache: Cache, msg: Reserve) -> list[Mask]:
