@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from kvtier.index import Node, Order
 from kvtier.store.cache import Cache
 from kvtier.store.evictions import Evictions
+from kvtier.store.runs import names_of, unsaved_runs
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
@@ -31,6 +30,7 @@ GONE = "gone"
 """Why pages were not written that left the index meanwhile: no failure."""
 FULL_S = 1.0
 """So long after it gave something up for new pages, or could not, disk is taken for full."""
+PUMP_S = 1e-3
 SLICE = 64
 """Nodes looked at before other work on the loop has its turn: about a millisecond."""
 
@@ -74,6 +74,8 @@ class Persist:
         self._writing = 0
         self._moved = asyncio.Event()
         self._syncing = False
+        self._pumping = False
+        """Whether pump is about to run."""
         self._stuck_until = self._full_until = self._given_up = 0.0
 
     def declines(self, node: Node) -> bool:
@@ -104,7 +106,7 @@ class Persist:
         self.pending[entry] = None
         self.ending.setdefault(node, []).append(entry)
         self.queued_pages += end - first
-        self.pump()
+        self.pump_soon()
         return True
 
     def _coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
@@ -157,7 +159,7 @@ class Persist:
         """Published pages [lo, hi) of a node that only host holds and that are not on their way, parents first."""
         for seen, node in enumerate(cache.index.walk()):
             if not node.dead and not cache.retired:
-                for lo, hi in _unsaved_runs(cache, node):
+                for lo, hi in unsaved_runs(cache, node):
                     if not self._all_coming(cache, node, node.depth + lo, node.depth + hi):
                         yield node, lo, hi
             if seen % SLICE == SLICE - 1:
@@ -174,9 +176,20 @@ class Persist:
 
     # -- the way to disk -----------------------------------------------------------------------------------------
 
+    def pump_soon(self) -> None:
+        """Pump when the loop has its next turn."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self.pump)
+
     def pump(self) -> None:
-        """Hand queued pages to the disk tier as long as it takes them."""
+        """Hand queued pages to the disk tier as long as it takes them, and let the loop go on in between."""
+        self._pumping = False
+        late = time.perf_counter() + PUMP_S
         while self.queue:
+            if time.perf_counter() > late:
+                self.pump_soon()
+                return
             entry = self.queue[0]
             if entry.first >= entry.end or entry.node.dead or entry.failed:
                 self.queue.popleft()
@@ -205,7 +218,7 @@ class Persist:
         if cache.disk is None:
             cache.disk = disk.open_cache(cache.id, cache.base, cache.scope, cache.epoch, cache.spec)
         first = entry.first
-        keys, chains, parent = _names(cache, entry.node, first, end)
+        keys, chains, parent = names_of(cache, entry.node, first, end)
         done = self._completion(entry, first, end, items)
         if not disk.write(cache.disk, parent, 0 if cache.spec.keyed else first, keys, chains, items, done):
             self._make_room(entry, nbytes)
@@ -252,7 +265,7 @@ class Persist:
                 self.counts["pages_written_disk"] += end - first
                 self.counts["bytes_host_to_disk"] += sum(entry.cache.item_bytes[i.group] for i in items)
             self._settle(entry, end - first, error)
-            self.pump()
+            self.pump_soon()
 
         return done
 
@@ -303,7 +316,7 @@ class Persist:
             entry.failed = Code.NO_SPACE
             self._stuck_until = asyncio.get_running_loop().time() + FULL_S
             self.counts["refused_disk_no_space"] += entry.end - entry.first
-            asyncio.get_running_loop().call_soon(self.pump)
+            self.pump_soon()
 
     def _synced(self, *_: object) -> None:
         """Freed cells can be used again."""
@@ -347,17 +360,6 @@ def _on_path(deep: Node, node: Node) -> bool:
     return False
 
 
-def _unsaved_runs(cache: Cache, node: Node) -> list[tuple[int, int]]:
-    """Ranges of published pages of a node with items that only host holds."""
-    if not node.count[Tier.HOST]:
-        return []
-    only = np.zeros(node.pages, dtype=bool)
-    for group in range(cache.index.groups):
-        only |= node.present(group, (Tier.HOST,)) & ~node.present(group, (Tier.DISK,))
-    edges = np.flatnonzero(np.diff(only[: node.live], prepend=False, append=False))
-    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
-
-
 async def _settled(entries: list[Entry], deadline: float) -> bool:
     """Whether all entries were settled by the deadline."""
     if not entries:
@@ -365,31 +367,6 @@ async def _settled(entries: list[Entry], deadline: float) -> bool:
     left = deadline - asyncio.get_running_loop().time()
     _, late = await asyncio.wait([e.done for e in entries], timeout=max(0.0, left))
     return not late
-
-
-def _names(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes, bytes]:
-    """Page keys and chain keys of pages [first, end), and the chain key of the page before."""
-    if cache.spec.keyed:
-        return node.edge[1:], b"", b""  # which group it is the item says
-    keys: list[bytes] = []
-    chains: list[bytes] = []
-    stride = cache.index.stride
-    up: Node = node
-    while True:
-        lo, hi = max(up.depth, first), min(up.end, end)
-        if lo < hi:
-            keys.append(up.edge[(lo - up.depth) * stride : (hi - up.depth) * stride])
-            chains.append(cache.index.chain_of(up)[(lo - up.depth) * 16 : (hi - up.depth) * 16])
-        if up.depth <= first:
-            break
-        assert up.parent is not None
-        up = up.parent
-    if first > up.depth:
-        before = cache.index.chain_of(up)[(first - up.depth - 1) * 16 : (first - up.depth) * 16]
-    else:
-        assert up.parent is not None
-        before = cache.index.chain_of(up.parent)[-16:]
-    return b"".join(reversed(keys)), b"".join(reversed(chains)), before
 
 
 def flush_error(reason: str) -> KvtierError:
