@@ -15,7 +15,7 @@ from kvtier import wire
 from kvtier.identity import GroupSpec
 from kvtier.tiers.region import Region
 from kvtier.types import Code, Kind, KvtierError
-from storekit import MIB, drop_host, memfd, quiet, rows, storing, until
+from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
 
 PAGE = spec((GroupSpec(Kind.FULL, 1, 1, 32_000),))
 KEYED = spec(key_bytes=16)
@@ -185,3 +185,53 @@ async def test_pages_cannot_be_committed_while_a_store_still_writes_them(monkeyp
         engine.leave()
         assert idle(store) == []
     os.close(fd)
+
+
+# -- durable, key by key -------------------------------------------------------------------------------------------
+
+
+async def test_durable_is_told_of_keys_as_of_pages(tmp_path: Path) -> None:
+    """How many leading keys are on disk, in steps that only grow, up to all of them; also of what another stored."""
+    calls = Failing()
+    async with storing(tmp_path, calls=calls) as store:
+        engine, other = Engine(store, pid=1), Engine(store, "other", pid=2)
+        await engine.open(KEYED)
+        await other.open(KEYED)
+        calls.gate.clear()
+        try:
+            await put_keys(other, KEYS[3:5])
+            reserved = await put_keys(engine, KEYS[:10])
+            await asyncio.sleep(0.02)
+            assert engine.events == []
+        finally:
+            calls.gate.set()
+        await until(lambda: engine.events and engine.events[-1].pages == 10)
+        told = [event.pages for event in engine.events]
+        assert told == sorted(set(told))
+        assert {event.reservation for event in engine.events} == {reserved.reservation}
+        engine.events.clear()
+        again = await put_keys(engine, KEYS[5:12])
+        await until(lambda: engine.events and engine.events[-1].pages == 7)
+        assert {event.reservation for event in engine.events} == {again.reservation}
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_durable_is_not_told_of_keys_that_disk_refused(tmp_path: Path) -> None:
+    """What was told before a failure stays true; nothing is told of the rest."""
+    calls = Failing()
+    async with storing(tmp_path, calls=calls) as store:
+        engine = Engine(store)
+        await engine.open(KEYED)
+        await put_keys(engine, KEYS[:3])
+        await until(lambda: engine.events and engine.events[-1].pages == 3)
+        engine.events.clear()
+        calls.broken = True
+        await put_keys(engine, KEYS[3:6])
+        await until(lambda: not store.parts.persist.pending)
+        await asyncio.sleep(0.02)
+        assert engine.events == []
+        calls.broken = False
+        engine.leave()

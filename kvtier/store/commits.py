@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 
 from kvtier.mover import BATCH_BYTES, INLINE_BYTES, digest, drained
 from kvtier.store.cache import Cache
+from kvtier.store.durable import told_durable, watch_keys
 from kvtier.store.instance import Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, bad
-from kvtier.wire import Abort, Commit, Committed, Durable, Ok
+from kvtier.wire import Abort, Commit, Committed, Ok
 
 
 class Commits:
@@ -111,10 +112,11 @@ class Commits:
         if res.cache.spec.keyed:
             for at in res.publish_keys(positions, now):
                 self.parts.persist.offer(res.cache, res.nodes[at], 0, 1)
+            watch_keys(self.parts.persist, res)
             return
         first, end = res.publish(now)
         if first < end:
-            self.parts.persist.offer(res.cache, res.nodes[0], first, end, _durable(res))
+            self.parts.persist.offer(res.cache, res.nodes[0], first, end, told_durable(res))
 
     def _await(self, res: Reservation) -> None:
         """Remember it while it has complete pages that are not served."""
@@ -206,11 +208,3 @@ async def _result(work: asyncio.Future[Committed]) -> Committed:
         return await asyncio.shield(work)
     finally:
         await drained(work)
-
-
-def _durable(res: Reservation) -> Callable[[int], None] | None:
-    """Tells the process that committed when its pages are on disk."""
-    process = res.committer
-    if process is None or not process.events:
-        return None
-    return lambda end: process.notify(Durable(res.number, end - res.start))

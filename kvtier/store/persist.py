@@ -96,7 +96,7 @@ class Persist:
         """
         if self.disk is None or self.disk.sick or cache.retired:
             return False
-        while not self._parent_saved(cache, node, first) and self._coming(cache, node, first - 1) is None:
+        while not self._parent_saved(cache, node, first) and self.coming(cache, node, first - 1) is None:
             first -= 1
         if self.queued_pages + end - first > MAX_QUEUED_PAGES:
             return False
@@ -109,7 +109,7 @@ class Persist:
         self.pump_soon()
         return True
 
-    def _coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
+    def coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
         """The entry that brings a page of the path to `node` to disk, if one does."""
         where, _ = cache.index.locate(node, page)
         up: Node | None = node
@@ -168,7 +168,7 @@ class Persist:
     def _all_coming(self, cache: Cache, node: Node, first: int, end: int) -> bool:
         """Whether all of the pages are on their way."""
         while first < end:
-            entry = self._coming(cache, node, first)
+            entry = self.coming(cache, node, first)
             if entry is None:
                 return False
             first = entry.end
@@ -210,7 +210,7 @@ class Persist:
             entry.first += saved
             return True
         end = entry.first + items[-1].page + 1
-        if not self._parent_saved(cache, entry.node, entry.first) and not self._coming(
+        if not self._parent_saved(cache, entry.node, entry.first) and not self.coming(
             cache, entry.node, entry.first - 1
         ):
             entry.failed = "the page before is not on disk"

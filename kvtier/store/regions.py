@@ -238,6 +238,7 @@ class Regions:
                 done[n] = not res.nodes[n].dead
             res.abandon()
             res.acks.add(process)
+            res.committer = None  # its number was told to nobody: nor is what becomes durable
             answer = self.commits.complete(res, filled, sums=sums)
             assert not asyncio.iscoroutine(answer)
             self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]

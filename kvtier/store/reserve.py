@@ -49,6 +49,10 @@ class Reservation:
         """Positions that region Stores write into now."""
         self.committer: Process | None = None
         """Who committed last: durable is told to it."""
+        self.durable = 0
+        """Keyed cache: leading keys that are on disk, as far as was told."""
+        self.watched = False
+        """Whether somebody waits to tell more."""
         self.over = False
         self.acks: set[Process] = set()
         """Processes that will write no more."""
