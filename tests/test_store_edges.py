@@ -235,3 +235,26 @@ async def test_durable_is_not_told_of_keys_that_disk_refused(tmp_path: Path) -> 
         assert engine.events == []
         calls.broken = False
         engine.leave()
+
+
+async def test_an_engine_that_polls_for_keys_is_counted_once_a_request() -> None:
+    """The same question again is no new request, until its keys were read or stored, or more keys are asked for."""
+    async with storing(None) as store:
+        engine = Engine(store)
+        number = (await engine.open(KEYED)).cache
+        counts = store.parts.caches[number].counts
+        await put_keys(engine, KEYS[:3])
+
+        async def ask(*keys: bytes) -> tuple[int, int]:
+            await engine.call(wire.Exists(number, 0, b"".join(keys)))
+            return counts["keys_asked"], counts["keys_hit"]
+
+        assert [await ask(*KEYS[:4]) for _ in range(5)] == [(4, 3)] * 5
+        assert await ask(*KEYS[:2]) == (6, 5)
+        await put_keys(engine, KEYS[3:4])
+        assert [await ask(*KEYS[:4]) for _ in range(3)] == [(10, 9)] * 3
+        lease = await engine.call(wire.AcquireKeys(number, 0, b"".join(KEYS[:4])))
+        await engine.call(wire.Release(lease.lease))
+        assert await ask(*KEYS[:4]) == (14, 13)
+        engine.leave()
+        assert idle(store) == []

@@ -40,12 +40,17 @@ class Keys:
         cache, names = self.names(process, msg.cache, msg.group, msg.keys, MAX_ASKED)
         found = cache.keyed.find
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
-        cache.counts["keys_asked"] += len(names)
-        self.parts.counts["keys_asked"] += len(names)
+        if names and process.instance.polls.first(cache.number, names, self.parts.now()):
+            self._count(cache, states)
+        return Existence(states)
+
+    def _count(self, cache: Cache, states: bytes) -> None:
+        """Count what one request found."""
+        cache.counts["keys_asked"] += len(states)
+        cache.counts["keys_hit"] += len(states) - states.count(Presence.MISS) - states.count(Presence.PENDING)
+        self.parts.counts["keys_asked"] += len(states)
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK):
             self.parts.counts[f"keys_hit_{tier.name.lower()}"] += states.count(Presence[tier.name])
-        cache.counts["keys_hit"] += len(names) - states.count(Presence.MISS) - states.count(Presence.PENDING)
-        return Existence(states)
 
     # -- acquire -------------------------------------------------------------------------------------------------
 
@@ -80,6 +85,7 @@ class Keys:
                 nodes.append(None)
         cost = len(held) * each
         instance.charge(cost)
+        instance.polls.used(cache.number, names)
         now = self.parts.now()
         for node in reversed(held):
             cache.index.use(node, now)
@@ -165,6 +171,7 @@ class Keys:
     ) -> Reserved:
         """Make the reservation of as many leading keys as the slots cover."""
         now, instance = self.parts.now(), process.instance
+        instance.polls.used(cache.number, names)
         row: list[int] = []
         used = 0
         refused = ""
