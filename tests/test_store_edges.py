@@ -7,6 +7,7 @@ import os
 import threading
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -258,3 +259,50 @@ async def test_an_engine_that_polls_for_keys_is_counted_once_a_request() -> None
         assert await ask(*KEYS[:4]) == (14, 13)
         engine.leave()
         assert idle(store) == []
+
+
+async def test_a_region_registered_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same process only; a transfer that runs on the first ends well, and its memory is let go of then."""
+    fd, memory = memfd(2, 8192, sealed=True)
+    again, fresh = memfd(2, 8192, sealed=True)
+    started, go = threading.Event(), threading.Event()
+    real = Region.write
+
+    def delayed(self: Region, row: int, views: list[np.ndarray]) -> None:
+        started.set()
+        go.wait()
+        real(self, row, views)
+
+    monkeypatch.setattr(Region, "write", delayed)
+    async with storing(None) as store:
+        engine, sibling = Engine(store, pid=1), Engine(store, pid=2)
+        number = (await engine.open(KEYED)).cache
+        await put_keys(engine, KEYS[:2])
+        message = wire.Register("engine", "rows", 0, 8192, 2)
+        first = store.register(message, fd, engine.process.peer).region
+        other = store.register(message, fd, sibling.process.peer).region
+        regions = engine.process.instance.regions
+        old = regions[first]
+        load = wire.Load(first, 0, rows(0, 1), cache=number, keys=KEYS[0] + KEYS[1])
+        loading = asyncio.ensure_future(engine.call(load))
+        try:
+            await until(started.is_set)
+            second = store.register(message, again, engine.process.peer).region
+            assert set(regions) == {other, second}
+        finally:
+            go.set()
+        assert (await loading).done == b"\1\1"
+        assert np.array_equal(memory[1, :4000], content(KEYS[1], 0, 4000))
+        assert old._data is None, "still mapped"
+        with pytest.raises(KvtierError) as caught:
+            await engine.call(load)
+        assert caught.value.code == Code.UNKNOWN
+        assert (await engine.call(msgspec.structs.replace(load, region=second))).done == b"\1\1"
+        assert np.array_equal(fresh[1, :4000], content(KEYS[1], 0, 4000))
+        for _ in range(100):
+            second = store.register(message, again, engine.process.peer).region
+        for each in (engine, sibling):
+            each.leave()
+        assert idle(store) == []
+    os.close(fd)
+    os.close(again)

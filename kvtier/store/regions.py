@@ -43,13 +43,21 @@ class Regions:
         self.running: Counter[int] = Counter()
         """Transfers per region that has any."""
 
-    def register(self, instance: Instance, msg: Register, fd: int) -> Registered:
-        """Map (or keep) the memory behind `fd`; raises bad_request for an fd that is not what was said."""
+    def register(self, instance: Instance, msg: Register, fd: int, owner: int) -> Registered:
+        """Map (or keep) the memory behind `fd`; raises bad_request for an fd that is not what was said.
+
+        It takes the place of a region that the same process, `owner`, registered by that name.
+        """
         if not msg.name or len(msg.name) > 128:
             raise bad("name", "1..128 characters", msg.name)
-        if len(instance.regions) >= 64:
+        same = [number for number, r in instance.regions.items() if (r.owner, r.name) == (owner, msg.name)]
+        if len(instance.regions) - len(same) >= 64:
             raise KvtierError(Code.OVER_CAP, "an instance registers at most 64 regions")
-        region = Region(fd, msg.offset, msg.stride, msg.rows, msg.name)
+        region = Region(fd, msg.offset, msg.stride, msg.rows, msg.name, owner)
+        for old in same:
+            replaced = instance.regions.pop(old)
+            if old not in self.running:  # else the last transfer closes it
+                replaced.close()
         number = next(self.parts.numbers)
         instance.regions[number] = region
         return Registered(number, region.mapped)
@@ -100,7 +108,9 @@ class Regions:
             if not self.running[number]:
                 del self.running[number]
                 if process.instance.gone:
-                    process.instance.regions.pop(number).close()
+                    process.instance.regions.pop(number, None)
+                if number not in process.instance.regions:
+                    region.close()
 
     # -- load ----------------------------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ class Store:
         instance = self._instance(msg.instance, msg.scope, peer)
         if not instance.processes:
             raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
-        return self.regions.register(instance, msg, fd)
+        return self.regions.register(instance, msg, fd, peer.pid)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
