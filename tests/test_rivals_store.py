@@ -359,8 +359,9 @@ async def _fuzz(data: st.DataObject) -> None:
         foreign = await victim.reserve(tokens(7, 8))
         lease = await victim.call(wire.Acquire((await victim.match(tokens(0, 1, 2))).handle))
         real = {
-            "cache": [fuzzer.opened.cache, keyed, victim.opened.cache], "region": [region], "group": [0, 1, 2], "first": [0, 1],
-            "start": [0, 1], "pages": [1, 2, -1], "handle": [(await fuzzer.match(tokens(*range(5)))).handle],
+            "cache": [fuzzer.opened.cache, keyed, victim.opened.cache], "region": [region], "group": [0, 1, 2],
+            "first": [0, 1], "start": [0, 1], "pages": [1, 2, -1],
+            "handle": [(await fuzzer.match(tokens(*range(5)))).handle],
             "lease": [0, lease.lease], "reservation": [0, foreign.reservation],
         }  # fmt: skip
         for _ in range(data.draw(st.integers(1, 12))):

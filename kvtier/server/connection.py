@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, cast
@@ -21,6 +22,9 @@ Result = wire.Message | Awaitable[wire.Message]
 
 SLICE_S: Final = 1e-3
 """A connection's pipelined requests are served for this long before other connections have their turn."""
+
+MAX_GRANTED: Final = 512
+"""More than a client has in flight."""
 
 _log = logging.getLogger("kvtier.server")
 
@@ -92,6 +96,8 @@ class Connection(asyncio.Protocol):
         self._serve = serve
         self._closed = closed
         self._frames = Frames(shared.limits.max_body)
+        self.granted: OrderedDict[int, int] = OrderedDict()
+        """Request -> the lease or reservation that its reply gave, of the latest requests."""
         self._counted = 0
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -295,8 +301,16 @@ class Connection(asyncio.Protocol):
             self._refuse(request, exc)
         else:
             self._send(raw)
+        if isinstance(reply, wire.Acquired | wire.Reserved):
+            self._grant(request, reply)
         if isinstance(reply, wire.Reserved | wire.Stored) and reply.refused:
             self._shared.stats.refuse(reply.refused)
+
+    def _grant(self, request: int, reply: wire.Acquired | wire.Reserved) -> None:
+        """Remember what a reply gives: the peer may say that it never came."""
+        self.granted[request] = reply.lease if isinstance(reply, wire.Acquired) else reply.reservation
+        if len(self.granted) > MAX_GRANTED:
+            self.granted.popitem(last=False)
 
     def _refuse(self, request: int, exc: BaseException) -> None:
         """Answer with an error."""

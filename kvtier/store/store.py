@@ -170,6 +170,16 @@ class Store:
             self._return(instance, min(other.born for other in instance.processes))
         self.commits.process_gone(process)
 
+    def unheard(self, process: Process, numbers: list[int]) -> None:
+        """What was given in replies that never came: nobody knows of it, so it returns."""
+        instance = process.instance
+        for number in numbers:
+            lease, res = instance.leases.pop(number, None), instance.reservations.get(number)
+            if lease is not None:
+                self.keys.drop(instance, lease)
+            if res is not None:
+                self.commits.let_go([res])
+
     def _return(self, instance: Instance, before: int) -> None:
         """Take back leases, reservations and regions with lower numbers."""
         self.commits.let_go([res for number, res in instance.reservations.items() if number < before])
