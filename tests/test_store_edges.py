@@ -306,3 +306,50 @@ async def test_a_region_registered_again_takes_the_place_of_the_first(monkeypatc
         assert idle(store) == []
     os.close(fd)
     os.close(again)
+
+
+# -- scopes that come and go ----------------------------------------------------------------------------------
+
+
+async def test_scopes_and_shapes_that_nobody_uses_give_their_arenas_back(tmp_path: Path, no_leaks: None) -> None:
+    """However many come and go, no descriptor, mapping or table is left of them; what disk has of them is served."""
+    async with storing(tmp_path) as store:
+        stay = Engine(store, "stay", pid=1)
+        await stay.open(spec())
+        await stay.put(tokens(1, 2))
+        files = len(os.listdir("/proc/self/fd"))
+        for n in range(150):
+            engine = Engine(store, scope=f"s{n}", pid=2)
+            await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (n % 5 + 1)),)))
+            assert await engine.put(tokens(n)) == 1
+            await quiet(store)
+            drop_host(store)
+            engine.leave()
+        assert store.parts.host.scopes == ["uid:0"]
+        assert {pool.total_bytes > 0 for pool in store.parts.host.pools if pool.scope != "uid:0"} == {False}
+        store.parts.host.settle()
+        assert len(os.listdir("/proc/self/fd")) <= files
+        assert len(Path("/proc/self/maps").read_text().split("memfd:kvtier")) <= 2
+        back = Engine(store, scope="s7", pid=2)
+        await back.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (7 % 5 + 1)),)))
+        assert await back.get(tokens(7)) == 1
+        assert await stay.get(tokens(1, 2)) == 2
+        for each in (back, stay):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_pools_of_shapes_that_nobody_uses_are_forgotten() -> None:
+    """With their last cache they give every slab back and are swept from no table any more."""
+    async with storing(None) as store:
+        for n in range(50):
+            engine = Engine(store)
+            await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (n + 1)),)))
+            await engine.put(tokens(n))
+            await engine.call(wire.Reset(engine.opened.cache))
+            engine.leave()
+        assert store.parts.host.pools == []
+        assert store.parts.host.used_bytes == 0
+        assert not store.parts.space.orders
+        assert store.parts.check() == []

@@ -46,6 +46,12 @@ class Space:
             order = self.orders[pool] = Order(Tier.HOST, self.ways.policy(Tier.HOST))
         return order
 
+    def forget(self, pools: Iterable[HostPool]) -> None:
+        """These pools are no more."""
+        for pool in pools:
+            self.orders.pop(pool, None)
+            self._barren.pop(pool, None)
+
     async def take(self, cache: Cache, needs: list[int], deadline: float) -> list[array[int]]:
         """Up to needs[group] reserved slots' handles per group; fewer when no room could be made by `deadline`.
 
