@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from conftest import open_files
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
@@ -317,7 +318,7 @@ async def test_scopes_and_shapes_that_nobody_uses_give_their_arenas_back(tmp_pat
         stay = Engine(store, "stay", pid=1)
         await stay.open(spec())
         await stay.put(tokens(1, 2))
-        files = len(os.listdir("/proc/self/fd"))
+        files = len(open_files())
         for n in range(150):
             engine = Engine(store, scope=f"s{n}", pid=2)
             await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (n % 5 + 1)),)))
@@ -328,7 +329,7 @@ async def test_scopes_and_shapes_that_nobody_uses_give_their_arenas_back(tmp_pat
         assert store.parts.host.scopes == ["uid:0"]
         assert {pool.total_bytes > 0 for pool in store.parts.host.pools if pool.scope != "uid:0"} == {False}
         store.parts.host.settle()
-        assert len(os.listdir("/proc/self/fd")) <= files
+        assert len(open_files()) <= files
         assert len(Path("/proc/self/maps").read_text().split("memfd:kvtier")) <= 2
         back = Engine(store, scope="s7", pid=2)
         await back.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (7 % 5 + 1)),)))

@@ -277,6 +277,7 @@ class Connection(asyncio.Protocol):
             return
         if self._lost:
             closed, self._closed = self._closed, _nothing
+            self._serve, self._transport = _nobody, None  # which know this connection: no cycle is to be left
             closed(self._clean)
         elif self._clean:
             closed, self._closed = self._closed, _nothing
@@ -361,6 +362,11 @@ class Connection(asyncio.Protocol):
 def error_frame(request: int, exc: KvtierError) -> bytes:
     """The frame of an error reply."""
     return wire.frame(wire.ERROR_VERB, request, wire.Error(exc.code.value, exc.message[:4096], exc.field[:256]))
+
+
+def _nobody(message: wire.Message) -> Result:
+    """In place of what served a connection that is lost."""
+    raise KvtierError(Code.CLOSING, f"the connection of {type(message).__name__} is lost")
 
 
 def _nothing(clean: bool) -> None:
