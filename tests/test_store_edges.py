@@ -319,7 +319,7 @@ async def test_scopes_and_shapes_that_nobody_uses_give_their_arenas_back(tmp_pat
         await stay.open(spec())
         await stay.put(tokens(1, 2))
         files = len(open_files())
-        for n in range(150):
+        for n in range(70):
             engine = Engine(store, scope=f"s{n}", pid=2)
             await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (n % 5 + 1)),)))
             assert await engine.put(tokens(n)) == 1
