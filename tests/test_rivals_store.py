@@ -317,6 +317,7 @@ raw = st.one_of(st.binary(max_size=40), st.integers(0, 5).map(lambda n: tokens(*
 kinds = {
     int: numbers, bytes: raw, str: st.text(max_size=5), bool: st.booleans(),
     tuple[wire.Want, ...]: st.lists(st.builds(wire.Want, numbers, raw), max_size=2).map(tuple),
+    tuple[wire.Sums, ...]: st.lists(st.builds(wire.Sums, numbers, raw), max_size=2).map(tuple),
     tuple[Slice, ...]: st.lists(st.builds(Slice, *[numbers] * 4), max_size=2).map(tuple),
 }  # fmt: skip
 VERBS = (

@@ -249,7 +249,7 @@ class Regions:
             res.abandon()
             res.acks.add(process)
             res.committer = None  # its number was told to nobody: nor is what becomes durable
-            answer = self.commits.complete(res, filled, sums=sums)
+            answer = self.commits.complete(res, filled, sums)
             assert not asyncio.iscoroutine(answer)
             self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]
 
