@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import tracemalloc
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,3 +272,25 @@ def test_states_and_windows_survive_a_split_where_they_are() -> None:
         where, at = index.locate(index.deepest(keys)[0], page)
         assert [index.get(where, at, Tier.HOST, group) for group in range(3)] == [page, 8 + page, 16 + page]
     assert index.check() == []
+
+
+def test_what_was_only_matched_can_be_evicted() -> None:
+    """A look-up pins nothing, however often it is repeated and whether or not anybody reads the pages later."""
+    index = radix()
+    insert(index, path(*range(10)))
+    for _ in range(100):
+        assert index.match(path(*range(10)), 5.0).pages == 10
+    assert evict_one(index) == 10
+    assert (index.nodes, index.pages) == (0, 0)
+
+
+def test_every_test_that_the_design_names_is_there() -> None:
+    """The table of what went wrong elsewhere points at tests that exist."""
+    here = Path(__file__).resolve().parent
+    text = here.parent / "docs" / "design.md"
+    if not text.exists():
+        pytest.skip("read from a checkout")
+    named = set(re.findall(r"`(test_\w+)`", text.read_text()))
+    found = {name for file in here.glob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
+    assert len(named) > 50
+    assert named <= found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from engines import idle
 from kvtier.store import Store
 from storekit import quiet, storing, until
 
-SEEDS = range(int(os.environ.get("KVTIER_SEEDS", "20")))
+QUICK, MORE = range(20), range(20, 220)
 
 
 async def _watch(store: Store) -> None:
@@ -39,7 +38,14 @@ async def _busy(path: Path, seed: int, steps: int) -> None:
         assert not store.parts.waiting
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", QUICK)
 async def test_engines_at_once_see_no_wrong_byte_and_leave_nothing(tmp_path: Path, seed: int) -> None:
     """Requests, cancellations, resets, farewells and deaths at random over a full host: all returns, all is right."""
     await _busy(tmp_path, seed, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", MORE)
+async def test_engines_at_once_for_longer_see_no_wrong_byte_and_leave_nothing(tmp_path: Path, seed: int) -> None:
+    """The same, more of it."""
+    await _busy(tmp_path, seed, 40)
