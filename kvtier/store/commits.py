@@ -44,7 +44,7 @@ class Commits:
         first = msg.first - res.start
         if first < 0 or msg.pages < 1 or first + msg.pages > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", (msg.first, msg.pages))
-        if any(res.filling[at] for at in range(first, first + msg.pages)):
+        if res.filling and any(res.filling[at] for at in range(first, first + msg.pages)):
             raise KvtierError(Code.BUSY, "a Store still writes into these pages: commit them after its reply", "first")
         sums = _given(process, res, msg, first)
         return self.complete(res, res.mark(process, first, msg.pages), sums)

@@ -275,7 +275,7 @@ class Regions:
                 done[n] = not result.error
         finally:
             res.hashing -= 1
-            res.filling.subtract(first + n for n in at)
+            res.filling -= Counter(first + n for n in at)
             self.commits.settle(res)
         return Stored(bytes(done))
 

@@ -119,11 +119,11 @@ class Tokens:
             node, end = index.resumable(node, pages, LOCAL)
         if not end or not self.parts.host.budget_bytes:
             return None
-        fits = _fitting(cache, end, instance.room())
-        if fits < end:
-            node, fits = index.resumable(node, fits, LOCAL)
-        end = fits or end  # where nothing fits, say so
         cost = _cost(cache, end)
+        if cost > instance.room():
+            below, fits = index.resumable(node, _fitting(cache, end, instance.room()), LOCAL)
+            if fits:  # else charge says that not even a part is within the cap
+                node, end, cost = below, fits, _cost(cache, fits)
         instance.charge(cost)
         node = index.ending_at(node, end)
         node.time = max(node.time, self.parts.now())
