@@ -3,34 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from busykit import FLEET, Busy
 from engines import idle
 from kvtier.store import Store
-from storekit import quiet, storing, until
+from storekit import Failing, quiet, storing, until
 
 QUICK, MORE = range(20), range(20, 220)
 
 
-async def _watch(store: Store) -> None:
-    """Every invariant, while everything moves."""
+class Faulty(Failing):
+    """A disk whose reads fail too."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng = random.Random(seed)
+
+    def preadv(self, *args: Any) -> int:
+        """Read, or fail as a device does."""
+        if self.broken:
+            raise OSError(errno.EIO, "injected")
+        return os.preadv(*args)
+
+
+async def _watch(store: Store, calls: Faulty | None) -> None:
+    """Every invariant, while everything moves; a disk that fails does so now and then."""
     while True:
         assert store.parts.check() == []
+        if calls is not None:
+            calls.broken = calls.rng.random() < 0.2
         await asyncio.sleep(0.005)
 
 
 async def _busy(path: Path, seed: int, steps: int) -> None:
     """Engines of four caches live beside each other; afterwards the store must be as if nobody had been there."""
     disk = (256 << 10, 1 << 20, 64 << 20)[seed % 3]
-    async with storing(path, host=(1 << 20, 512 << 10)[seed % 2], disk=disk) as store:
+    calls = Faulty(seed) if seed % 4 == 3 else None
+    async with storing(path, host=(1 << 20, 512 << 10)[seed % 2], disk=disk, calls=calls) as store:
         fleet = [Busy(store, number, seed) for number in range(len(FLEET))]
-        watch = asyncio.ensure_future(_watch(store))
+        watch = asyncio.ensure_future(_watch(store, calls))
         await asyncio.gather(*(engine.live(steps) for engine in fleet))
         assert not watch.done(), await watch
         watch.cancel()
+        if calls is not None:
+            calls.broken = False
         await quiet(store)
         await until(lambda: not store.parts.loads.moving)
         assert idle(store) == []
