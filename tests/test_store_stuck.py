@@ -89,7 +89,7 @@ async def test_a_full_disk_that_can_give_nothing_up_does_not_keep_host_from_maki
         lease = await holder.call(wire.Acquire((await holder.match(kept)).handle))
         assert lease.pages == 28
         for n in range(1000, 1100):
-            assert await other.put(tokens(n)) == 1, "a page was refused"
+            assert await other.put(tokens(n), wait_ms=3000) == 1, "a page was refused"
             assert await other.get(tokens(n)) == 1
         assert store.parts.counts["pages_lost_unsaved"] > 0
         for engine in (holder, other):
