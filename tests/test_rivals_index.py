@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import re
@@ -294,3 +295,20 @@ def test_every_test_that_the_design_names_is_there() -> None:
     found = {name for file in here.glob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())}
     assert len(named) > 50
     assert named <= found
+
+
+def test_nothing_that_runs_what_it_reads_is_used_at_any_boundary() -> None:
+    """No module of the product loads pickles, marshals or evaluates text."""
+    package = Path(__file__).resolve().parent.parent / "kvtier"
+    files = sorted(package.rglob("*.py"))
+    if not files:
+        pytest.skip("read from a checkout")
+    wrong = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            wrong += [f"{file.name}: {n}" for n in names if n.split(".")[0] in {"pickle", "marshal", "shelve", "dill"}]
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
+                wrong.append(f"{file.name}: {node.func.id}")
+    assert not wrong

