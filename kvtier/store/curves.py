@@ -21,6 +21,7 @@ LATER_S: Final = 0.02
 """A request is looked at so long after it came, when its answer is out."""
 QUEUED: Final = 256
 POOLS: Final = 16
+"""The least used is forgotten for one more."""
 WINDOW: Final = 1 << 17
 """After so many requests, what was seen counts half."""
 POINTS: Final = 40
@@ -52,10 +53,12 @@ class Curves:
 
     def note(self, cache: Cache, keys: bytes) -> None:
         """One logical request."""
-        if not self.on or not keys or (len(self.pools) >= POOLS and cache.pool not in self.pools):
+        if not self.on or not keys:
             return
         pool = self.pools.get(cache.pool)
         if pool is None:
+            if len(self.pools) >= POOLS:
+                del self.pools[min(self.pools, key=lambda place: self.pools[place].distances.requests)]
             pool = self.pools[cache.pool] = Pool(cache)
         if len(self._queue) >= QUEUED:
             pool.skipped += 1
