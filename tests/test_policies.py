@@ -282,7 +282,7 @@ def test_kinds_are_learnt():
             forest.request(tokens(draw.randrange(12), page_tokens=1) + tokens(7, page_tokens=1))
     policy = forest.order.policy
     assert isinstance(policy, ByKind)
-    assert policy.heat[9] > 3 * min(policy.heat[1:7])
+    assert policy.heat[13] > 3 * min(policy.heat[1:11])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import log
 from typing import Any, ClassVar, Final, NamedTuple
@@ -17,7 +18,9 @@ MEMORY: Final = 6.0
 """Turnovers in which evidence comes to count half."""
 STEPS: Final = 8
 """What was seen is taken for what is to come so often in a turnover."""
-KINDS: Final = 10
+SIZES: Final = (2, 4, 16, 64)
+"""Nodes of fewer pages than the first, the second, ... are of different kinds."""
+KINDS: Final = 14
 _TAIL: Final = 0
 
 
@@ -68,12 +71,11 @@ class ByKind(Counting):
         return (self.clock - mark) / max(self.size, 64)
 
     def kind(self, node: Any, count: int) -> int:
-        """1-6: used once (1, 2-3, more pages; after what few or many go on from); 7-9: used more often."""
+        """1-10: used once (of how many pages; after what few or many go on from); 11-13: used more often."""
         if count > 1 or node.parent is None:
-            return 7 if count == 2 else 8 if count < 5 else 9
+            return 11 if count == 2 else 12 if count < 5 else 13
         many: bool = node.parent.parent is None or len(node.parent.children or ()) > 2
-        size: int = min(2, node.pages // 2)
-        return 1 + size + 3 * many
+        return 1 + bisect_right(SIZES, node.pages) + (1 + len(SIZES)) * many
 
     # -- learning ----------------------------------------------------------------------------------------------
 
