@@ -10,6 +10,13 @@ from rich.table import Table
 from rich.tree import Tree
 
 Data = dict[str, Any]
+MISSES = {
+    "absent": "nobody stored what comes after it, or it went too long ago to be remembered",
+    "evicted": "what comes after it was evicted",
+    "lost": "what comes after it was lost: its bytes did not check out",
+    "pending": "somebody is computing what comes after it",
+    "rule": "more is cached, but a window or state that must be with it is not",
+}
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -105,19 +112,37 @@ def findings(items: list[Data]) -> None:
     Console(markup=False).print(rows("doctor", items))
 
 
+def requests(data: Data) -> None:
+    """One row per request."""
+    items = [{**row, "cache": row["cache"][:12]} for row in data["requests"]]
+    Console(markup=False).print(rows("recent requests", items) if items else "no request had an id lately")
+
+
 def explain(data: Data) -> None:
     """One prompt: what is served and why not more."""
     console = Console(markup=False)
-    lists = ("segments", "evictions", "diverges")
-    console.print(pairs("prompt", {name: value for name, value in data.items() if name not in lists and value != ""}))
+    apart = ("segments", "evictions", "diverges", "cost", "requests", "page_tokens")
+    console.print(pairs("prompt", {name: value for name, value in data.items() if name not in apart and value != ""}))
     if data["segments"]:
-        console.print(rows("served", data["segments"]))
-    apart = data["diverges"]
-    if apart:
-        console.print(f"diverges at token {apart['token']}: asked {apart['asked']}, cached {apart['cached']}")
+        console.print(rows("parts", [{**row, "moves": shown("moves_bytes", row["moves"])} for row in data["segments"]]))
+        console.print(f"in all: {shown('cost', data['cost'])}")
+    if data["miss"]:
+        console.print(f"not served further: {MISSES.get(data['miss'], data['miss'])}")
+    if data["diverges"]:
+        console.print(_divergence(data["diverges"]))
     if data["evictions"]:
         ago = [{**row, "when": datetime.fromtimestamp(row["when"], UTC)} for row in data["evictions"]]
         console.print(rows("evicted lately", ago))
+
+
+def _divergence(where: Data) -> str:
+    """Where a prompt leaves what is cached, and whose that is."""
+    known = where["from"]["requests"]
+    whose = f", of request {', '.join(known)}" if known else ""
+    return (
+        f"diverges at token {where['token']}: asked {where['asked']}, cached {where['cached']}"
+        f" (page {where['from']['chain']}{whose}, used {where['from']['idle_s']:.0f} s ago)"
+    )
 
 
 def top(data: Data) -> Table:

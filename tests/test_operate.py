@@ -94,10 +94,14 @@ def test_explain_says_what_matches_and_where_a_prompt_diverges(bench):
     data = bench.ctl("explain", "--tokens", bench.file(asked))
     assert data["asked"] == {"pages": 4, "tokens": 16}
     assert data["matched"] == {"pages": 3, "tokens": 12}
-    assert data["segments"] == [{"tier": "host", "first_page": 0, "pages": 3, "bytes": 3 * 4096}]
+    (row,) = data["segments"]
+    assert (row["tier"], row["first_page"], row["pages"], row["bytes"]) == ("host", 0, 3, 3 * 4096)
+    where = data["diverges"].pop("from")
     assert data["diverges"] == {
         "page": 3, "token": 14, "asked": [999, 107], "cached": [106, 107], "extras": False,
     }  # fmt: skip
+    assert where["requests"] == ["r100"]
+    assert bench.ctl("explain", "--chain", where["chain"])["matched"]["pages"] == 4
     assert data["miss"] == "absent"
     text = bench.run("explain", "--tokens", bench.file(asked)).stdout
     assert "diverges at token 14" in text
@@ -495,10 +499,11 @@ def test_explain_says_that_a_prompt_was_evicted_for_want_of_room(tmp_path):
         cache.match(page_keys(spec, np.zeros(4 * 16, np.int32)))
         with Admin(daemon.socket.with_name("admin.sock"), DEADLINE) as admin:
             data = admin.ask(wire.Explain(wire.Prompt(request="p0")), wire.Info).data
-            counters = admin.ask(wire.Metrics(), wire.Info).data["counters"]
+            numbers = admin.ask(wire.Metrics(), wire.Info).data
+            counters, batches = numbers["counters"], numbers["eviction_batches"]["tiers"]
         assert data["matched"]["pages"] < 16
         assert data["miss"] == "evicted"
         assert {row["why"] for row in data["evictions"]} == {"no room in host"}
         assert counters["tokens_missed_evicted"] > 0
-        assert counters["evictions_host"] > 0
+        assert batches["host"]["pages"] == counters["pages_evicted_host"] > sum(batches["host"]["buckets"]) > 0
         assert daemon.stop() == 0

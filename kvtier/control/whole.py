@@ -84,7 +84,7 @@ def tree(call: Call, show: bool, cache: str, depth: int, limit: int, width: int,
 
 def _add_text(nodes: list[dict[str, Any]], folder: str) -> None:
     """Say what the first tokens of each node are."""
-    from kvtier.control.prompts import load_tokenizer  # noqa: PLC0415
+    from kvtier.control.address import load_tokenizer  # noqa: PLC0415
 
     one = load_tokenizer(folder)
     for node in nodes:

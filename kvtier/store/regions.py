@@ -147,7 +147,8 @@ class Regions:
             for at, row in enumerate(rows)
             if row >= 0 and source.handles[at] != NO_COPY
         ]
-        moved = await self._move(process, msg.region, [piece for _, piece in plan], load=True)
+        with self.parts.ways.busy.moving("host_to_region"):
+            moved = await self._move(process, msg.region, [piece for _, piece in plan], load=True)
         for (at, _), result in zip(plan, moved, strict=True):
             done[at] = not result.error
             if result.error:
