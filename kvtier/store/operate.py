@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from kvtier import wire
@@ -12,7 +12,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.persist import flush_error
 from kvtier.store.prompts import cache_of, held, own, resolve
-from kvtier.store.slices import sliced
+from kvtier.store.slices import popped, sliced
 from kvtier.types import Code, KvtierError, Tier, bad
 
 
@@ -59,12 +59,8 @@ class Operate:
     async def _demote(self, cache: Cache, tops: list[Node]) -> tuple[int, int]:
         """Drop the host copies of subtrees that disk has and nobody holds; (pages dropped, pages held)."""
         gone = kept = 0
-        stack = tops
-        async for _ in sliced(itertools.repeat(None)):
-            if not stack:
-                break
-            node = stack.pop()
-            stack += (node.children or {}).values()
+        async for node in sliced(popped(tops)):
+            tops += (node.children or {}).values()
             have = node.count[Tier.HOST]
             if node.dead or not have:
                 continue
@@ -81,14 +77,7 @@ class Operate:
     async def _cut(self, cache: Cache, tops: list[Node]) -> tuple[int, int]:
         """Cut subtrees, leaves first; pages that somebody holds go when they are let go of."""
         pages = kept = 0
-        async for _ in sliced(itertools.repeat(None)):
-            while tops and tops[-1].dead:
-                tops.pop()
-            if not tops:
-                break
-            node = tops[-1]
-            while node.children:
-                node = next(iter(node.children.values()))
+        async for node in sliced(_leaves(tops)):
             self._note(cache, node)
             cut = cache.index.cut(node)
             cache.release(cut.freed, self.parts.disk)
@@ -135,3 +124,15 @@ class Operate:
             pages, kept = pages + cut, kept + doomed
         self.parts.prune()
         return {"caches": [cache.id.hex() for cache in caches], "pages": pages, "held": kept}
+
+
+def _leaves(tops: list[Node]) -> Iterator[Node]:
+    """A leaf of some subtree, again and again until all of them were cut."""
+    while tops:
+        node = tops[-1]
+        if node.dead:
+            tops.pop()
+            continue
+        while node.children:
+            node = next(iter(node.children.values()))
+        yield node

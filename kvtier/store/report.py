@@ -20,7 +20,7 @@ from kvtier.store.checkup import Checkup
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of
 from kvtier.store.requests import MOST_REQUESTS
-from kvtier.store.slices import sliced
+from kvtier.store.slices import popped, sliced
 from kvtier.types import Tier, bad
 
 HEAT_OF = 3
@@ -142,10 +142,7 @@ class Report:
         cache = cache_of(self.parts.caches, msg.cache)
         rows: list[dict[str, Any]] = []
         stack = [(node, 0) for node in await _latest(cache.index.root, min(msg.width, msg.limit))]
-        async for _ in sliced(range(msg.limit)):
-            if not stack:
-                break
-            node, level = stack.pop()
+        async for node, level in sliced(itertools.islice(popped(stack), msg.limit)):
             if node.dead:
                 continue
             rows.append(_node(cache, node, level, self.parts.now()))

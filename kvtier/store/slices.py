@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Final, TypeVar
 
 SLICE_S: Final = 1e-3
@@ -20,3 +20,9 @@ async def sliced(items: Iterable[T], rest_s: float = 0.0) -> AsyncIterator[T]:
         if time.perf_counter() > until:
             await asyncio.sleep(rest_s)
             until = time.perf_counter() + SLICE_S
+
+
+def popped(stack: list[T]) -> Iterator[T]:
+    """Items of a stack that grows meanwhile."""
+    while stack:
+        yield stack.pop()
