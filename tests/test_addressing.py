@@ -40,7 +40,7 @@ class Bench:
         with path.reserve(0, pages) as reserved:
             for page in range(pages):
                 if reserved.view(0, page) is not None:
-                    reserved.write(0, page, np.full(4096, page, np.uint8))
+                    reserved.write(0, page, np.full(4096, page % 256, np.uint8))
             assert reserved.commit() == pages
 
     def run(self, *words: str) -> Result:
@@ -128,7 +128,7 @@ def test_requests_are_bounded_and_a_repeated_id_means_the_newest():
 
 
 @pytest.fixture
-def keyed(bench: Bench, tmp_path) -> Iterator[tuple[Bench, list[bytes], str]]:
+def keyed(bench: Bench, tmp_path) -> tuple[Bench, list[bytes], str]:
     """Keys 0, 1, 2 and 4 of six stored in group 1, and a file that lists all six."""
     cache = bench.client.open(KEYED)
     keys = [bytes([n]) * 16 for n in range(6)]
@@ -139,7 +139,7 @@ def keyed(bench: Bench, tmp_path) -> Iterator[tuple[Bench, list[bytes], str]]:
     bench.ctl("flush")
     file = tmp_path / "keys.txt"
     file.write_text("\n".join(key.hex() for key in keys))
-    yield bench, keys, str(file)
+    return bench, keys, str(file)
 
 
 def test_explain_says_which_keys_are_there_and_why_others_are_not(keyed):
