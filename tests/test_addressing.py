@@ -124,6 +124,25 @@ def test_requests_are_bounded_and_a_repeated_id_means_the_newest():
     assert [path.request for path, _ in found.latest()] == ["large"]
 
 
+def test_explain_says_what_is_cached_of_a_prompt_that_no_match_can_end_in(bench):
+    """Pages without their state match nothing: the answer counts them, says where states are, and evicts them all."""
+    state = CacheSpec("s", b"f" * 16, "bf16", 4, (GROUP, GroupSpec(Kind.STATE, 1, 1, 4096)))
+    cache = bench.client.open(state)
+    keys = page_keys(state, np.arange(16))
+    with cache.match(keys, request="stateful").reserve(0, 4, [(1, [1])]) as reserved:
+        for group in (0, 1):
+            for page in range(4):
+                if reserved.view(group, page) is not None:
+                    reserved.write(group, page, np.full(4096, page, np.uint8))
+        assert reserved.commit() == 4
+    data = bench.ctl("explain", "--request", "stateful")
+    assert data["matched"]["pages"] == 2
+    assert (data["miss"], data["diverges"]) == ("rule", None)
+    assert data["rule"] == {"cached_pages": 4, "states_after_pages": {"1": [2]}}
+    assert "group 1 has its state after pages 2" in bench.run("explain", "--request", "stateful").stdout
+    assert bench.ctl("evict", "--request", "stateful", "--from", "all")["pages"] == 4
+
+
 # -- keyed caches ------------------------------------------------------------------------------------------------------
 
 

@@ -155,7 +155,9 @@ def test_a_daemon_that_hangs_is_code_2_within_the_timeout(served, daemon):
     assert "does not answer" in result.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["tree"], ["status", "--nothing"], ["--timeout", "x", "status"]])
+@pytest.mark.parametrize(
+    "words", [[], ["nothing"], ["caches", "rm"], ["status", "--nothing"], ["--timeout", "x", "status"]]
+)
 def test_wrong_usage_is_code_2(words):
     """As every command line tool does."""
     assert ctl(*words).exit_code == 2

@@ -126,7 +126,7 @@ def test_a_prompt_is_named_by_request_chain_key_or_tokens(bench):
     ("words", "complaint"),
     [
         ([], "exactly one"),
-        (["--request", "nobody"], "no request"),
+        (["--request", "nobody"], "no recent request"),
         (["--chain", "00" * 16], "no page"),
         (["--chain", "zz"], "hex"),
         (["--chain", "00"], "16 bytes"),
@@ -245,6 +245,7 @@ def test_a_pin_ends_by_itself(bench):
         ["set", "caps.instanse=0.5"],
         ["set", "host.bytes=1GiB"],
         ["tree", "", "--width", "0"],
+        ["caches", "rm", ""],
     ],
 )
 def test_wrong_values_are_refused_with_a_sentence(bench, words):
@@ -343,7 +344,7 @@ def test_top_reads_rates_between_two_moments(bench):
     data = bench.ctl("top", "--count", "1", "--interval", "0.05")
     assert data["instances"] == 1
     assert data["verbs"]["Metrics"]["calls"] == 1
-    assert "requests_s" in bench.run("top", "--count", "2", "--interval", "0.05").stdout
+    assert "requests/s" in bench.run("top", "--count", "2", "--interval", "0.05").stdout
 
 
 def test_rates_are_differences_over_time():

@@ -71,11 +71,11 @@ def memory(proc: Path, sys: Path) -> Iterator[Finding]:
     )
 
 
-def cgroup() -> Finding:
-    """How much memory this process may use."""
+def cgroup(pid: str) -> Finding:
+    """How much memory the daemon may use."""
     from kvtier.limits import smallest_limit  # noqa: PLC0415
 
-    limit = smallest_limit()
+    limit = smallest_limit(pid=pid)
     found = f"{limit.bytes / GIB:.1f} GiB by {limit.source}"
     return _judge("memory limit", limit.bytes >= 2 * GIB, found, "raise MemoryMax: the host tier counts against it")
 
@@ -153,7 +153,7 @@ def running(call: Call) -> tuple[Finding, Data]:
 
 
 @click.command()
-@click.option("--disk", "folder", help="Folder of the disk tier; else the default one.")
+@click.option("--disk", "folder", help="Folder of the disk tier  [the daemon's, else the configured one]")
 @verb
 def doctor(call: Call, show: bool, folder: str | None) -> Data:
     """Check limits, memory, driver, IPC, disk, permissions and the daemon; exit code 1 where something fails."""
@@ -161,8 +161,9 @@ def doctor(call: Call, show: bool, folder: str | None) -> Data:
 
     proc, sys = Path("/proc"), Path("/sys")
     alive, data = running(call)
-    findings = [alive, *limits(proc, str(data.get("pid", "self"))), *memory(proc, sys), cgroup(), gpu(proc)]
-    path = Path(folder) if folder else load().disk_path
+    pid = str(data.get("pid", "self"))
+    findings = [alive, *limits(proc, pid), *memory(proc, sys), cgroup(pid), gpu(proc)]
+    path = Path(folder or data.get("disk_path") or load().disk_path)
     findings += [*ipc(Path("/dev/shm")), *disk(path, proc), *sockets(call.path)]  # noqa: S108 - looked at only
     if show:
         views.findings([one._asdict() for one in findings])

@@ -130,5 +130,5 @@ def evict(call: Call, show: bool, of: wire.Prompt, tier: str, wait_s: float) -> 
     message = wire.Evict(of, tier, int(wait_s * 1000))
     data = ask_long(call, message, wire.Info, lambda status: status["moving"]["disk_queue_pages"], wait_s).data
     if show:
-        views.one("evicted", data)
+        views.evicted(data)
     return data

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from kvtier.index import Index, Node
@@ -68,11 +67,6 @@ class Evictions:
     def of(self, index: Index, page: int, key: bytes) -> Eviction | None:
         """The eviction that began with this page key at this page number, if it is remembered."""
         return self._by_page.get((index, page, key))
-
-    def along(self, index: Index, pages: Iterable[tuple[int, bytes]]) -> list[Eviction]:
-        """Remembered evictions that began at one of these pages (number, key), latest last."""
-        found = (self.of(index, page, key) for page, key in pages)
-        return sorted(record for record in found if record is not None)
 
     def forget(self, index: Index) -> None:
         """Drop what is remembered of an index that ends."""

@@ -12,7 +12,7 @@ from kvtier.index import Node
 from kvtier.index.radix import Found
 from kvtier.store.busy import rates
 from kvtier.store.cache import Cache
-from kvtier.store.misses import gone, reason
+from kvtier.store.misses import reason, why_gone
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import Prompt, peek, resolve
 from kvtier.store.tokens import segments
@@ -20,7 +20,7 @@ from kvtier.types import NO_COPY, Tier
 
 MOST_SIBLINGS = 4096
 SHOWN_TOKENS = 8
-SHOWN_REQUESTS = 5
+SHOWN = 5
 MOST_EVICTIONS = 100
 
 Data = dict[str, Any]
@@ -36,14 +36,19 @@ class Explain:
         """Everything about one prompt. Raises bad_request, unknown."""
         prompt = await resolve(self.parts.caches, self.parts.requests, msg.of)
         cache = prompt.cache
-        evictions = self.parts.persist.evictions.along(cache.index, _names(prompt))
+        evictions = self.parts.persist.evictions
+        gone = [
+            {**record._asdict(), "first": record.first if not cache.spec.keyed else at}
+            for at, (page, name) in enumerate(_names(prompt))
+            if (record := evictions.of(cache.index, page, name)) is not None
+        ]
         return wire.Info(
             {
                 "cache": {"id": cache.id.hex(), "model": cache.spec.model, "scope": cache.scope, "epoch": cache.epoch},
                 "page_tokens": cache.spec.page_tokens,
                 **(self._keys(prompt) if cache.spec.keyed else self._path(prompt)),
                 "bytes_s": rates(self.parts.counts),
-                "evictions": [row._asdict() for row in evictions[-MOST_EVICTIONS:]],
+                "evictions": sorted(gone, key=lambda row: row["when"])[-MOST_EVICTIONS:],
             }
         )
 
@@ -52,6 +57,7 @@ class Explain:
         cache, found = prompt.cache, peek(prompt)
         tokens, whole = cache.spec.page_tokens, found.pages == prompt.pages
         names = self.parts.persist.evictions
+        deepest = Found(*cache.radix.deepest(prompt.keys), found.pending)
         return {
             "requests": [path.request or path.session for path in self._same(prompt)],
             "asked": {"pages": prompt.pages, "tokens": prompt.pages * tokens},
@@ -62,13 +68,14 @@ class Explain:
             "idle_s": round(self.parts.now() - found.node.time, 3) if found.pages else None,
             "chain": _chain(prompt, found),
             "miss": "" if whole else reason(cache, prompt.keys, found, names),
-            "diverges": None if whole else self._divergence(prompt, found),
+            "diverges": None if deepest.pages == prompt.pages else self._divergence(prompt, deepest),
+            "rule": _rule(cache, deepest) if deepest.pages > found.pages else None,
         }
 
     def _same(self, prompt: Prompt) -> list[Any]:
         """Latest requests that begin with this prompt."""
         found = self.parts.requests.through(prompt.cache, prompt.keys)
-        return [path for _, path in zip(range(SHOWN_REQUESTS), found, strict=False)]
+        return [path for _, path in zip(range(SHOWN), found, strict=False)]
 
     def _divergence(self, prompt: Prompt, found: Found) -> Data | None:
         """The token at which the prompt leaves what is cached, against the cached page that goes on longest with it."""
@@ -122,7 +129,16 @@ class Explain:
             return "host" if cache.index.get(node, 0, Tier.HOST, group) != NO_COPY else "disk"
         if node is not None and node.refs:
             return "pending"
-        return gone(self.parts.persist.evictions.of(cache.index, 0, name))
+        return why_gone(self.parts.persist.evictions.of(cache.index, 0, name))
+
+
+def _rule(cache: Cache, deepest: Found) -> Data:
+    """Pages of the path that are cached, of which a match could not end at the last, and where states are."""
+    states = {}
+    for group in cache.index.states:
+        parts = [node.present(group) for node in cache.index.path(deepest.node)]
+        states[str(group)] = [int(at) + 1 for at in np.flatnonzero(np.concatenate(parts)[: deepest.pages])][-SHOWN:]
+    return {"cached_pages": deepest.pages, "states_after_pages": states}
 
 
 def _names(prompt: Prompt) -> list[tuple[int, bytes]]:

@@ -24,10 +24,10 @@ def reason(cache: Cache, keys: bytes, found: Found, evictions: Evictions) -> str
     page = found.pages
     if (cache.radix.windows or cache.radix.states) and cache.radix.deepest(keys)[1] > page:
         return "rule"
-    return gone(evictions.of(cache.index, page, keys[page * stride : (page + 1) * stride]))
+    return why_gone(evictions.of(cache.index, page, keys[page * stride : (page + 1) * stride]))
 
 
-def gone(eviction: Eviction | None) -> str:
+def why_gone(eviction: Eviction | None) -> str:
     """Why a page is not there, by what is remembered of its going (absent, evicted, lost)."""
     if eviction is None:
         return "absent"

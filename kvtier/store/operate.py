@@ -94,7 +94,9 @@ class Operate:
     # -- whole caches ----------------------------------------------------------------------------------------------
 
     async def remove(self, msg: wire.Remove) -> wire.Info:
-        """Empty one cache; one that no engine has open is forgotten. Raises unknown."""
+        """Empty one cache; one that no engine has open is forgotten. Raises bad_request, unknown."""
+        if not msg.cache:
+            raise bad("cache", "the beginning of a cache's id")
         return wire.Info(await self._empty([cache_of(self.parts.caches, msg.cache)]))
 
     async def purge(self, msg: wire.Purge) -> wire.Info:

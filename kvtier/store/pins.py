@@ -49,7 +49,7 @@ class Pins:
             raise bad("priority", "0..100", msg.priority)
         what = held(await resolve(self.parts.caches, self.parts.requests, msg.of))
         if not what.nodes:
-            raise KvtierError(Code.UNKNOWN, "nothing of the prompt is cached", "of")
+            raise KvtierError(Code.UNKNOWN, "nothing of it is cached", "prompt")
         self._make_room(what.cost, msg.priority)
         return wire.Info(self._row(self._hold(what, msg)))
 
@@ -76,7 +76,7 @@ class Pins:
             over -= pin.cost
             crowd -= 1
         if over > 0 or crowd > 0:
-            raise KvtierError(Code.OVER_CAP, f"pins may hold {most} bytes of host and be {MOST}", "of")
+            raise KvtierError(Code.OVER_CAP, f"pins may hold {most} bytes of host and be {MOST}", "prompt")
         for pin in victims:
             self._drop(pin.number)
 

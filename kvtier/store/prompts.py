@@ -110,8 +110,8 @@ async def resolve(caches: dict[int, Cache], requests: Requests, of: wire.Prompt)
     if of.request or of.session:
         path = requests.get(of.request) if of.request else next((path for path, _ in requests.latest(of.session)), None)
         if path is None or path.cache.number not in caches:
-            what, name = ("request", of.request) if of.request else ("session", of.session)
-            raise KvtierError(Code.UNKNOWN, f"no request of {what} {name!r} lately", what)
+            what = f"request {of.request!r}" if of.request else f"request of session {of.session!r}"
+            raise KvtierError(Code.UNKNOWN, f"no recent {what}", "request" if of.request else "session")
         return Prompt(path.cache, path.keys)
     if of.chain:
         if len(of.chain) != CHAIN_BYTES:
@@ -171,10 +171,10 @@ def own(prompt: Prompt) -> list[Node]:
     """The nodes, with all below them, that no other prompt shares: what evicting this prompt takes."""
     if prompt.cache.spec.keyed:
         return held(prompt).nodes
-    index, found = prompt.cache.radix, peek(prompt)
-    node = found.node
-    whole = found.pages * index.stride == len(prompt.keys)
-    if not found.pages or not (whole or (found.pages == node.end and not node.children)):
+    index = prompt.cache.radix
+    node, pages = index.deepest(prompt.keys)
+    whole = pages * index.stride == len(prompt.keys)
+    if not pages or not (whole or (pages == node.end and not node.children)):
         return []
     while node.parent is not None and node.parent is not index.root and len(node.parent.children or ()) == 1:
         node = node.parent

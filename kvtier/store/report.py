@@ -81,6 +81,7 @@ class Report:
                 "pid": os.getpid(),
                 "uptime_s": round(time.time() - self.started, 1),
                 "rss_bytes": psutil.Process().memory_info().rss,
+                "disk_path": "" if parts.disk is None else str(parts.disk.path),
                 "tiers": self._tiers(),
                 "caches": len(parts.caches),
                 "pages": sum(c.index.pages for c in parts.caches.values()),
