@@ -382,6 +382,43 @@ def test_doctor_says_what_to_change(bench):
     assert "chmod 0600" in result.stdout
 
 
+def test_verbs_that_need_a_disk_say_that_there_is_none(tmp_path):
+    """Nothing can be made durable, nor stay on disk when it leaves host; code 1 and a sentence."""
+    with Daemon(tmp_path, host="64MiB", disk="0") as daemon, Client(daemon.socket, instance="e") as client:
+        small = Bench.__new__(Bench)
+        small.daemon, small.client, small.cache = daemon, client, client.open(SPEC)
+        small.put(np.arange(16))
+        for words in (["flush"], ["evict", "--request", "r8"]):
+            result = small.run(*words)
+            assert result.exit_code == 1
+            assert "no disk tier" in result.stderr
+        assert small.ctl("evict", "--request", "r8", "--from", "all")["pages"] == 4
+        assert daemon.stop() == 0
+
+
+def test_prefetch_without_room_says_what_is_left(tmp_path):
+    """Held by an engine, host has no place for it: code 1, and how many items are not there."""
+    spec = CacheSpec("m", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 1 << 20),))
+    flags = ["--caps-instance=1"]
+    with Daemon(tmp_path, host="64MiB", disk="256MiB", flags=flags) as daemon, Client(daemon.socket) as client:
+        small = Bench.__new__(Bench)
+        small.daemon, small.client, small.cache = daemon, client, client.open(spec)
+        for name in (1, 2):
+            keys = page_keys(spec, np.full(4 * 40, name))
+            with small.cache.match(keys, request=f"p{name}").reserve(0, 40, wait_ms=5000) as reserved:
+                for page in range(40):
+                    reserved.write(0, page, np.full(1 << 20, name, np.uint8))
+                assert reserved.commit() == 40
+            small.ctl("flush")
+        with small.cache.match(page_keys(spec, np.full(4 * 40, 2))).acquire() as lease:
+            assert lease.pages == 40
+            result = small.run("prefetch", "--request", "p1", "--wait", "0.5", "--json")
+            assert result.exit_code == 1
+            assert json.loads(result.stdout)["left"] > 0
+        assert small.ctl("prefetch", "--request", "p1")["left"] == 0
+        assert daemon.stop() == 0
+
+
 def test_doctor_works_without_a_daemon(tmp_path):
     """That is when it is needed; the exit code says that something fails."""
     result = CliRunner().invoke(main, ["--socket", str(tmp_path / "none.sock"), "doctor", "--json"])
@@ -402,13 +439,30 @@ def test_doctor_reads_limits_memory_and_mounts(tmp_path):
         + row.format("Max open files", "1024", "4096", "files")
     )
     assert [one.state for one in doctor.limits(tmp_path, "7")] == ["warn", "warn"]
-    assert doctor.gpu(tmp_path).found == "NVRM version: 580"
+    driver, devices = doctor.gpu(tmp_path, tmp_path)
+    assert (driver.found, devices.state) == ("NVRM version: 580", "warn")
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "nvidia-uvm").touch()
+    assert [one.state for one in doctor.gpu(tmp_path, tmp_path)] == ["ok", "ok"]
     huge = tmp_path / "kernel/mm/transparent_hugepage"
     huge.mkdir(parents=True)
     (huge / "shmem_enabled").write_text("always within_size [advise] never deny force\n")
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nSwapTotal: 2048 kB\n")
     found = {one.check: one for one in doctor.memory(tmp_path, tmp_path)}
     assert (found["hugepages"].state, found["swap"].state) == ("ok", "warn")
+    for number in (0, 1):
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+    (tmp_path / "sys/kernel").mkdir(parents=True)
+    (tmp_path / "sys/kernel/numa_balancing").write_text("1\n")
+    found = {one.check: one for one in doctor.memory(tmp_path, tmp_path)}
+    assert (found["NUMA"].state, found["NUMA"].found) == ("warn", "2 nodes")
+    for pid, space in (("7", "ipc:[1]"), ("8", "ipc:[1]"), ("9", "ipc:[2]")):
+        (tmp_path / pid / "ns").mkdir(parents=True)
+        (tmp_path / pid / "ns/ipc").symlink_to(space)
+    assert [one.state for one in doctor.spaces(tmp_path, "7", ["8"])] == ["ok"]
+    (apart,) = doctor.spaces(tmp_path, "7", ["8", "9"])
+    assert (apart.state, apart.found) == ("warn", "of other IPC namespaces: 9")
+    assert not list(doctor.spaces(tmp_path, "7", []))
     mounts = "overlay / overlay rw 0 0\n/dev/a /var ext4 rw 0 0\nx /var/lib/kv tmpfs rw 0 0\n"
     assert doctor.file_system(Path("/var/lib/other"), mounts) == "ext4"
     assert doctor.file_system(Path("/var/lib/kv/disk"), mounts) == "tmpfs"
