@@ -138,17 +138,17 @@ async def test_walking_verbs_bear_what_engines_change_meanwhile(tmp_path, monkey
 
 KEYS = CacheSpec("keyed", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 4096),), key_bytes=16)
 PLAIN = CacheSpec("plain", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 4096),))
-COUNT = 30_000
+COUNT, AT_ONCE = 30_000, 500
 
 
 def fill(client: Client) -> str:
     """Store many keys, each a node of its own; the cache's id."""
     cache = client.open(KEYS)
-    for first in range(0, COUNT, 2000):
-        keys = b"".join(n.to_bytes(16, "little") for n in range(first, first + 2000))
+    for first in range(0, COUNT, AT_ONCE):
+        keys = b"".join(n.to_bytes(16, "little") for n in range(first, first + AT_ONCE))
         with cache.reserve_keys(0, keys) as reserved:
-            assert reserved.pages == 2000
-            assert reserved.commit() == 2000
+            assert reserved.pages == AT_ONCE
+            assert reserved.commit() == AT_ONCE
     return cache.cache_id.hex()
 
 

@@ -509,6 +509,34 @@ def test_a_bar_is_drawn_while_the_daemon_works(bench):
     assert ask_long(call, wire.Flush(0, 5000), wire.Ok, left, 5.0, Console(file=io.StringIO())) == wire.Ok()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check"],
+        ["flush"],
+        ["prefetch", "--request", "r100"],
+        ["evict", "--request", "r100"],
+        ["caches", "rm", "ID"],
+        ["purge", "--tenant", "0102"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_long_verbs_draw_their_bar_on_a_terminal_and_print_the_same(bench, words):
+    """Standard error is a terminal, standard output is not: the answer is whole, the bar is gone at the end."""
+    words = [bench.cache.cache_id.hex() if word == "ID" else word for word in words]
+    master, slave = os.openpty()
+    where = str(bench.daemon.socket.with_name("admin.sock"))
+    command = [sys.executable, "-m", "kvtier.ctl", "--socket", where, *words, "--json"]
+    env = os.environ | {"TERM": "xterm"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=slave, stdin=subprocess.DEVNULL, env=env, text=True)
+    os.close(slave)
+    drawn = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert done.returncode == 0, drawn
+    assert "Traceback" not in drawn
+    assert json.loads(done.stdout)
+
+
 def test_completion_scripts_complete_verbs():
     """The script that is printed calls kvtierctl, which then lists its verbs."""
     for shell in ("bash", "zsh", "fish"):

@@ -15,6 +15,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.misses import reason, why_gone
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import Prompt, peek, resolve
+from kvtier.store.slices import sliced
 from kvtier.store.tokens import segments
 from kvtier.types import NO_COPY, Tier
 
@@ -36,21 +37,24 @@ class Explain:
         """Everything about one prompt. Raises bad_request, unknown."""
         prompt = await resolve(self.parts.caches, self.parts.requests, msg.of)
         cache = prompt.cache
-        evictions = self.parts.persist.evictions
-        gone = [
-            {**record._asdict(), "first": record.first if not cache.spec.keyed else at}
-            for at, (page, name) in enumerate(_names(prompt))
-            if (record := evictions.of(cache.index, page, name)) is not None
-        ]
         return wire.Info(
             {
                 "cache": {"id": cache.id.hex(), "model": cache.spec.model, "scope": cache.scope, "epoch": cache.epoch},
                 "page_tokens": cache.spec.page_tokens,
-                **(self._keys(prompt) if cache.spec.keyed else self._path(prompt)),
+                **(await self._keys(prompt) if cache.spec.keyed else self._path(prompt)),
                 "bytes_s": rates(self.parts.counts),
-                "evictions": sorted(gone, key=lambda row: row["when"])[-MOST_EVICTIONS:],
+                "evictions": await self._evictions(prompt),
             }
         )
+
+    async def _evictions(self, prompt: Prompt) -> list[Data]:
+        """What is remembered of evictions that began at some page of the prompt, latest last."""
+        keyed, found = prompt.cache.spec.keyed, []
+        async for at, name in sliced(enumerate(prompt.names)):
+            record = self.parts.persist.evictions.of(prompt.cache.index, 0 if keyed else at, name)
+            if record is not None:
+                found.append({**record._asdict(), "first": at})
+        return sorted(found, key=lambda row: row["when"])[-MOST_EVICTIONS:]
 
     def _path(self, prompt: Prompt) -> Data:
         """About a path of token pages."""
@@ -102,13 +106,15 @@ class Explain:
             },
         }
 
-    def _keys(self, prompt: Prompt) -> Data:
+    async def _keys(self, prompt: Prompt) -> Data:
         """About opaque keys."""
-        cache = prompt.cache
-        states = [self._state(cache, name, prompt.group) for name in prompt.names]
+        cache, states, known = prompt.cache, [], []
+        async for name in sliced(prompt.names):
+            node = cache.keyed.find(name)
+            states.append(self._state(cache, node, name, prompt.group))
+            known += [node] if node is not None else []
         there = [state in {"host", "disk"} for state in states]
-        lead = there.index(False) if False in there else len(there)
-        known = [node for name in prompt.names if (node := cache.keyed.find(name)) is not None]
+        lead = [*there, False].index(False)
         return {
             "group": prompt.group,
             "asked": {"pages": prompt.pages},
@@ -122,9 +128,8 @@ class Explain:
             "diverges": None,
         }
 
-    def _state(self, cache: Cache, name: bytes, group: int) -> str:
+    def _state(self, cache: Cache, node: Node | None, name: bytes, group: int) -> str:
         """The fastest tier that has a key, else why none has it."""
-        node = cache.keyed.find(name)
         if node is not None and node.live:
             return "host" if cache.index.get(node, 0, Tier.HOST, group) != NO_COPY else "disk"
         if node is not None and node.refs:
@@ -139,14 +144,6 @@ def _rule(cache: Cache, deepest: Found) -> Data:
         parts = [node.present(group) for node in cache.index.path(deepest.node)]
         states[str(group)] = [int(at) + 1 for at in np.flatnonzero(np.concatenate(parts)[: deepest.pages])][-SHOWN:]
     return {"cached_pages": deepest.pages, "states_after_pages": states}
-
-
-def _names(prompt: Prompt) -> list[tuple[int, bytes]]:
-    """(page number, key within the index) of all that is asked about."""
-    if prompt.cache.spec.keyed:
-        return [(0, name) for name in prompt.names]
-    stride = prompt.cache.index.stride
-    return [(page, prompt.keys[page * stride : (page + 1) * stride]) for page in range(prompt.pages)]
 
 
 def _rows(states: list[str], item_bytes: int) -> list[Data]:
@@ -171,7 +168,7 @@ def _segments(cache: Cache, found: Found) -> list[Data]:
         for group, start, count in cache.radix.needed(found.pages):
             lo, hi = max(first, start), min(first + pages, start + count)
             if lo < hi:
-                host = sum(h != NO_COPY for h in cache.gather(found.node, group, lo, hi - lo, Tier.HOST))
+                host = hi - lo - cache.gather(found.node, group, lo, hi - lo, Tier.HOST).count(NO_COPY)
                 moves["host"] += host * cache.item_bytes[group]
                 moves["disk"] += (hi - lo - host) * cache.item_bytes[group]
         row: Data = {"tier": Tier(tier).name.lower(), "first_page": first, "pages": pages, "bytes": sum(moves.values())}

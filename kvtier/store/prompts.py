@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvtier.store.requests import Requests
 from kvtier.store.slices import sliced
 from kvtier.types import Code, KvtierError, bad
 
-MOST_KEYS: Final = 1 << 16
+MOST_KEYS: Final = 1 << 14
 """Looked up in one go."""
 
 
@@ -35,11 +36,11 @@ class Prompt(NamedTuple):
         return len(self.keys) // (spec.key_bytes if spec.keyed else spec.stride)
 
     @property
-    def names(self) -> list[bytes]:
-        """Keys of a keyed cache as its index has them."""
-        size = self.cache.spec.key_bytes
-        index = self.cache.keyed
-        return [index.name(self.group, self.keys[at : at + size]) for at in range(0, len(self.keys), size)]
+    def names(self) -> Iterator[bytes]:
+        """The pages or keys as the cache's index has them."""
+        size = len(self.keys) // max(1, self.pages)
+        front = bytes((self.group,)) if self.cache.spec.keyed else b""
+        return (front + self.keys[at : at + size] for at in range(0, self.pages * size, size))
 
 
 class Held(NamedTuple):

@@ -23,6 +23,8 @@ from kvtier.store.requests import MOST_REQUESTS
 from kvtier.store.slices import popped, sliced
 from kvtier.types import Tier, bad
 
+MOST_NODES = 10_000
+"""Of one answer, which is encoded in one go."""
 HEAT_OF = 3
 """Half-life that people are shown: 512 s."""
 
@@ -137,9 +139,9 @@ class Report:
 
     async def tree(self, msg: wire.Tree) -> wire.Info:
         """Nodes of one cache, depth first; `left_off` says how many were not shown."""
-        if not 1 <= msg.limit <= 100_000 or not 1 <= msg.depth <= 10_000 or msg.width < 1:
+        if not 1 <= msg.limit <= MOST_NODES or not 1 <= msg.depth <= 10_000 or msg.width < 1:
             asked = msg.limit, msg.depth, msg.width
-            raise bad("limit", "1..100000 nodes, a depth of 1..10000 and a width of at least 1", asked)
+            raise bad("limit", f"1..{MOST_NODES} nodes, a depth of 1..10000 and a width of at least 1", asked)
         cache = cache_of(self.parts.caches, msg.cache)
         rows: list[dict[str, Any]] = []
         stack = [(node, 0) for node in await _latest(cache.index.root, min(msg.width, msg.limit))]
