@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engines import FULL, STATE, WINDOW, Engine, spec, tokens
 from kvtier import wire
@@ -19,6 +22,7 @@ from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.store import Store, checkup, slices
 from kvtier.types import Kind, Tier
 from storekit import MIB, drop_host, quiet, storing, until
+from test_store_machine import Traffic, steps
 
 DEADLINE = 60.0
 
@@ -51,6 +55,38 @@ async def test_a_check_beside_busy_engines_raises_no_false_alarm(tmp_path, monke
         last = await store.checkup.round()
         assert (last.broken, last.changed) == ([], [])
         engine.leave()
+
+
+async def checked(ops: list, disk_bytes: int) -> None:
+    """Play the steps of the store's state machine while checks run without a pause."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "SLICE_S", 0.0)
+        traffic = Traffic(Path(folder), disk_bytes)
+        await traffic.start()
+
+        async def watch() -> None:
+            while True:
+                assert (await traffic.store.checkup.round()).broken == []
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        for what, n, detail in ops:
+            if what != "restart":
+                await getattr(traffic, what)(n, detail)
+                await asyncio.sleep(0)
+        if not watching.done():
+            watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        if not watching.cancelled():
+            watching.result()
+        await traffic.stop()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(steps, min_size=10, max_size=60), st.sampled_from([0, 1 << 20, 64 << 20]))
+def test_checks_beside_random_traffic_raise_no_false_alarm(ops: list, disk_bytes: int) -> None:
+    """Aborts, deaths, resets, evictions and half-committed pages between any two steps of a check."""
+    asyncio.run(checked(ops, disk_bytes))
 
 
 async def test_a_check_finds_what_is_broken(tmp_path):
