@@ -208,8 +208,12 @@ def _divergence(where: Data) -> str:
     """Where a prompt leaves what is cached, and whose that is."""
     known = where["from"]["requests"]
     whose = f", of request {', '.join(known)}" if known else ""
+    asked, cached = (
+        f"{where[which]} {where[text]!r}" if (text := f"{which}_text") in where else where[which]
+        for which in ("asked", "cached")
+    )
     return (
-        f"diverges at token {where['token']}: asked {where['asked']}, cached {where['cached']}"
+        f"diverges at token {where['token']}: asked {asked}, cached {cached}"
         f" (page {where['from']['chain']}{whose}, used {where['from']['idle_s']:.0f} s ago)"
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from kvtier.client import Client, page_keys
+from kvtier.client import AsyncClient, Client, page_keys
 from kvtier.control.cost import priced, total
 from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
@@ -82,6 +82,16 @@ def test_a_session_names_its_latest_request(bench):
     result = bench.run("explain", "--session", "nobody")
     assert result.exit_code == 1
     assert "'nobody'" in result.stderr
+
+
+async def test_the_async_client_gives_sessions_too(bench):
+    """Also for a prompt of which nothing is stored yet."""
+    async with AsyncClient(bench.daemon.socket, instance="async") as client:
+        cache = await client.open(SPEC)
+        await cache.match(page_keys(SPEC, np.arange(8)), session="from-async")
+        (row,) = bench.ctl("requests", "--session", "from-async")["requests"]
+        assert (row["request"], row["pages"]) == ("", 2)
+        assert bench.ctl("explain", "--session", "from-async")["matched"]["pages"] == 0
 
 
 def test_requests_lists_what_can_be_named(bench):

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from kvtier import wire
+from kvtier import metrics, wire
 from kvtier.client import Client, page_keys
 from kvtier.control import doctor, reference
 from kvtier.control.call import Admin, Call
@@ -172,6 +172,9 @@ def test_a_prompt_is_named_by_text_or_messages_with_a_tokenizer(bench, tmp_path)
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps([{"role": "user", "content": text}]))
     assert bench.ctl("explain", "--messages", str(chat), *named)["matched"]["pages"] == 4
+    apart = bench.ctl("explain", "--text", text.replace("w105", "w299"), *named)["diverges"]
+    assert (apart["token"], apart["asked_text"], apart["cached_text"]) == (13, "w299 w106 w107", "w105 w106 w107")
+    assert "'w299 w106 w107'" in bench.run("explain", "--text", text.replace("w105", "w299"), *named).stdout
     assert "w0 w1 w2" in bench.run("tree", "", *named).stdout
 
 
@@ -588,5 +591,9 @@ def test_explain_says_that_a_prompt_was_evicted_for_want_of_room(tmp_path):
         assert data["miss"] == "evicted"
         assert {row["why"] for row in data["evictions"]} == {"no room in host"}
         assert counters["tokens_missed_evicted"] > 0
-        assert batches["host"]["pages"] == counters["pages_evicted_host"] > sum(batches["host"]["buckets"]) > 0
+        batch = batches["host"]
+        assert batch["pages"] == counters["pages_evicted_host"] > sum(batch["buckets"]) > 0
+        text = metrics.render(numbers).decode()
+        assert f'kvtier_eviction_batch_pages_count{{tier="host"}} {float(sum(batch["buckets"]))}' in text
+        assert f'kvtier_eviction_batch_pages_sum{{tier="host"}} {float(batch["pages"])}' in text
         assert daemon.stop() == 0

@@ -21,7 +21,8 @@ OPTIONS = (
     click.option("--tokens", metavar="FILE", help="Token ids: a JSON list, or numbers apart; - reads standard input."),
     click.option("--text", help="The prompt as text, for --tokenizer."),
     click.option("--messages", metavar="FILE", help="JSON list of chat messages, for --tokenizer."),
-    click.option("--tokenizer", metavar="DIR", help="Folder of a tokenizer (needs transformers)."),
+    click.option("--tokenizer", metavar="DIR", help="Folder of a tokenizer (needs transformers), for --text and "
+                 "--messages; explain then shows text too."),
     click.option("--chain", metavar="HEX", default="", help="Chain key of the prompt's last page."),
     click.option("--keys", metavar="FILE", help="Keys of a keyed cache in hex: a JSON list, or apart; - reads standard "
                  "input."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from kvtier import views, wire
-from kvtier.control.address import prompt
+from kvtier.control.address import load_tokenizer, prompt
 from kvtier.control.call import Call, Data, verb
 from kvtier.control.cost import priced, total
 from kvtier.control.progress import ask_long
@@ -65,6 +65,10 @@ def explain(call: Call, show: bool, of: wire.Prompt, prefill: float, given: dict
     data["bytes_s"] = {**data["bytes_s"], **given}
     data["segments"] = priced(data["segments"], data["page_tokens"], data["bytes_s"], prefill)
     data["cost"] = total(data["segments"])
+    folder = click.get_current_context().params["tokenizer"]
+    if folder and data["diverges"]:
+        decode = load_tokenizer(folder).decode
+        data["diverges"] |= {f"{which}_text": decode(data["diverges"][which]) for which in ("asked", "cached")}
     if show:
         views.explain(data)
     return data
