@@ -14,8 +14,8 @@ from kvtier.ctl import main
 
 LOCAL = {"completion", "policies", "probe", "replay", "size"}
 """First words of the verbs that ask no daemon."""
-WITHOUT = {"doctor"}
-"""Works without a daemon too: its answer is a finding, not an error."""
+WITHOUT = {"dashboard", "doctor"}
+"""Read files or this host: without a daemon their answer is another."""
 
 
 def leaves(

@@ -37,8 +37,6 @@ class Index(Copies):
         super().__init__(spec, root_chain, orders, heat)
         self.nodes = 0
         self.pages = 0
-        self.version = 0
-        """Grows with each node that comes, goes or shrinks."""
         self.doomed: set[Node] = set()
 
     # -- leases ----------------------------------------------------------------------------------------------

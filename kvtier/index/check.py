@@ -19,19 +19,33 @@ def checking(index: Index) -> Iterator[list[str]]:
     """
     version = index.version
     nodes = pages = 0
+    copies = [0] * TIERS
     for node in index.walk():
         if version != index.version and node.dead and not _reachable(index, node):
             yield []
             continue
         nodes += 1
         pages += node.pages
+        copies = [total + count for total, count in zip(copies, node.count, strict=True)]
         yield _check_place(index, node) + _check_copies(index, node)
     wrong = [f"doomed node at {n.depth} without lease" for n in index.doomed if not n.refs]
-    if version == index.version and (nodes, pages) != (index.nodes, index.pages):
-        wrong.append(f"index counts {index.nodes} nodes, {index.pages} pages; there are {nodes}, {pages}")
+    if version == index.version:
+        there = nodes, pages, [total + held for total, held in zip(copies, _doomed(index), strict=True)]
+        if there != (index.nodes, index.pages, index.copies):
+            wrong.append(f"counts (nodes, pages, copies) {(index.nodes, index.pages, index.copies)}; there are {there}")
     yield wrong
     if version != index.version:
         raise Changed
+
+
+def _doomed(index: Index) -> list[int]:
+    """Copies per tier of the nodes that were cut while somebody held them."""
+    found = [0] * TIERS
+    for node in index.doomed:
+        for tier in range(TIERS):
+            held = [h for g in range(index.groups) if (h := node.handles(tier, g)) is not None]
+            found[tier] += sum(int((h != NO_COPY).sum()) for h in held)
+    return found
 
 
 def _reachable(index: Index, node: Node) -> bool:

@@ -6,13 +6,13 @@ import heapq
 import itertools
 import os
 import time
-from collections import Counter
 from typing import Any
 
 import psutil
 
 from kvtier import wire
 from kvtier.heat import Heat
+from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.busy import rates
 from kvtier.store.cache import Cache
@@ -132,10 +132,10 @@ class Report:
             }
         )
 
-    async def caches(self, msg: wire.Caches) -> wire.Info:
+    def caches(self, msg: wire.Caches) -> wire.Info:
         """One row per cache."""
         del msg
-        return wire.Info({"caches": [await _row(cache) for cache in list(self.parts.caches.values())]})
+        return wire.Info({"caches": [_row(cache) for cache in self.parts.caches.values()]})
 
     async def tree(self, msg: wire.Tree) -> wire.Info:
         """Nodes of one cache, depth first; `left_off` says how many were not shown."""
@@ -152,7 +152,7 @@ class Report:
             if level + 1 < msg.depth:
                 stack += [(child, level + 1) for child in await _latest(node, min(msg.width, msg.limit))]
         left_off = max(0, cache.index.nodes - len(rows))
-        return wire.Info({"cache": await _row(cache), "nodes": rows, "left_off": left_off})
+        return wire.Info({"cache": _row(cache), "nodes": rows, "left_off": left_off})
 
     def requests(self, msg: wire.Requests) -> wire.Info:
         """Requests that engines gave an id, latest first. Raises bad_request."""
@@ -188,12 +188,7 @@ async def _latest(node: Node, most: int) -> list[Node]:
     return [child for _, _, child in sorted(found)]
 
 
-async def _row(cache: Cache) -> dict[str, Any]:
-    copies: Counter[str] = Counter()
-    async for node in sliced(cache.index.walk()):
-        for tier in Tier:
-            if node.count[tier]:
-                copies[tier.name.lower()] += node.count[tier]
+def _row(cache: Cache) -> dict[str, Any]:
     return {
         "number": cache.number,
         "id": cache.id.hex(),
@@ -209,7 +204,7 @@ async def _row(cache: Cache) -> dict[str, Any]:
         "retired": cache.retired,
         "nodes": cache.index.nodes,
         "pages": cache.index.pages,
-        "tiers": dict(copies),
+        "tiers": {tier.name.lower(): count for tier in Tier if (count := cache.index.copies[tier])},
         "counters": dict(cache.counts),
     }
 
@@ -226,6 +221,8 @@ def _node(cache: Cache, node: Node, level: int, now: float) -> dict[str, Any]:
         "tiers": {tier.name.lower(): node.count[tier] for tier in Tier if node.count[tier]},
         "children": len(node.children or ()),
     }
+    if node.chain:
+        row["chain"] = node.chain[-CHAIN_BYTES:].hex()
     if cache.spec.keyed:
         row["key"] = node.edge[1:].hex()
         row["group"] = node.edge[0]
