@@ -168,6 +168,8 @@ def explain(data: Data) -> None:
         moves = [{**row, "moves": shown("bytes", row["moves"])} for row in data["segments"]]
         console.print(rows("parts", moves))
         console.print(_cost(data))
+    if not data["asked"]["pages"]:
+        console.print("it is shorter than a page: nothing of it can be cached")
     if data["miss"]:
         console.print(f"not served further: {MISSES[data['miss']]}")
     if data.get("rule"):

@@ -84,6 +84,18 @@ def test_a_session_names_its_latest_request(bench):
     assert "'nobody'" in result.stderr
 
 
+def test_a_prompt_shorter_than_a_page_is_no_error(bench, tmp_path):
+    """There is nothing of it to cache, pin or evict, and each verb says so."""
+    file = tmp_path / "short"
+    file.write_text("1 2 3")
+    assert bench.ctl("explain", "--tokens", str(file))["asked"] == {"pages": 0, "tokens": 0}
+    assert bench.ctl("prefetch", "--tokens", str(file))["pages"] == 0
+    assert bench.ctl("evict", "--tokens", str(file), "--from", "all") == {"pages": 0, "held": 0}
+    assert "nothing: " in bench.run("evict", "--tokens", str(file), "--from", "all").stdout
+    assert bench.run("pin", "--tokens", str(file)).exit_code == 1
+    assert "shorter than a page" in bench.run("explain", "--tokens", str(file)).stdout
+
+
 async def test_the_async_client_gives_sessions_too(bench):
     """Also for a prompt of which nothing is stored yet."""
     async with AsyncClient(bench.daemon.socket, instance="async") as client:

@@ -38,8 +38,9 @@ class Prompt(NamedTuple):
     @property
     def names(self) -> Iterator[bytes]:
         """The pages or keys as the cache's index has them."""
-        size = len(self.keys) // max(1, self.pages)
-        front = bytes((self.group,)) if self.cache.spec.keyed else b""
+        spec = self.cache.spec
+        size = spec.key_bytes if spec.keyed else spec.stride
+        front = bytes((self.group,)) if spec.keyed else b""
         return (front + self.keys[at : at + size] for at in range(0, self.pages * size, size))
 
 
