@@ -76,8 +76,13 @@ def _flat(data: Data, prefix: str = "") -> list[tuple[str, Any]]:
 def status(data: Data) -> None:
     """Tiers, engines, counters."""
     console = Console(markup=False)
-    apart = ("tiers", "instances", "counters")
-    console.print(pairs("daemon", {name: value for name, value in data.items() if name not in apart}))
+    apart = ("tiers", "instances", "counters", "bytes_s", "checked")
+    table = pairs("daemon", {name: value for name, value in data.items() if name not in apart})
+    if data.get("bytes_s"):
+        table.add_row("tiers bring", ", ".join(f"{tier} {amount(rate)}/s" for tier, rate in data["bytes_s"].items()))
+    if checked := data.get("checked"):
+        table.add_row("checked", f"{time.time() - checked['at']:.0f} s ago, {checked['broken']} broken")
+    console.print(table)
     for name, tier in (data.get("tiers") or {}).items():
         console.print(pairs(f"tier {name}", tier))
     if data.get("instances"):

@@ -60,7 +60,9 @@ def test_status_shows_tiers_engines_and_counters(served):
     assert data["version"] == __version__
     assert [engine["instance"] for engine in data["instances"]] == ["engine-7"]
     assert data["instances"][0]["pids"] == [os.getpid()]
+    assert ctl(*where, "check").exit_code == 0
     text = ctl(*where, "status").stdout
+    assert "0 broken" in text
     assert "engine-7" in text
     assert "128.0 MiB" in text
     assert "tier disk" in text
