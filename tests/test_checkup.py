@@ -136,6 +136,39 @@ async def test_the_daemon_checks_itself_and_logs_what_is_broken(tmp_path, monkey
     assert "broken invariant: host: " in caplog.text
 
 
+async def test_a_check_that_fails_is_logged_and_not_the_last(tmp_path, monkeypatch, caplog):
+    """A bug of the check itself."""
+    monkeypatch.setattr(checkup, "EVERY_S", 0.01)
+    async with storing(tmp_path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(store.parts, "host", None)
+            await until(lambda: "the check failed" in caplog.text)
+        rounds = store.checkup.rounds
+        await until(lambda: store.checkup.rounds > rounds)
+
+
+async def test_many_small_caches_are_checked_in_slices_too(tmp_path, monkeypatch):
+    """Others have their turn between the caches, though none of them is worth a slice of its own."""
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        for number in range(50):
+            await engine.open(spec(salt=bytes([number])))
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        await store.checkup.round()
+        counting.cancel()
+        assert turns > 50
+        engine.leave()
+
+
 async def test_a_catalogue_that_loads_is_not_compared(tmp_path):
     """The sums are not there yet; the answer says which part was left out."""
     async with storing(tmp_path) as store:

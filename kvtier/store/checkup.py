@@ -55,7 +55,12 @@ class Checkup:
         """Check now and then, for ever; what is broken is logged."""
         while True:
             await asyncio.sleep(EVERY_S)
-            for line in (await self.round(REST_S)).broken:
+            try:
+                found = await self.round(REST_S)
+            except Exception:  # noqa: BLE001 - a bug of the check, which must not be the last one
+                _log.exception("the check failed")
+                continue
+            for line in found.broken:
                 _log.error("broken invariant: %s", line)
 
     async def round(self, rest_s: float = 0.0) -> Checked:
@@ -63,25 +68,30 @@ class Checkup:
         began = time.monotonic()
         broken: list[str] = []
         changed: list[str] = []
-        for name, steps in self._all():
-            try:
-                async for lines in sliced(steps(), rest_s):
-                    broken += [name + line for line in lines]
-            except Changed:
-                changed.append(name.removesuffix(": "))
+        async for lines in sliced(self._steps(changed), rest_s):
+            broken += lines
         broken += await self._forgotten()
         self.rounds += 1
         self.last = Checked(time.time(), round(time.monotonic() - began, 3), broken[:MOST_LINES], changed)
         return self.last
 
+    def _steps(self, changed: list[str]) -> Steps:
+        """Everything that is broken, step by step; parts that changed meanwhile are added to `changed`."""
+        for name, steps in self._all():
+            try:
+                for lines in steps():
+                    yield [f"{name}: {line}" for line in lines]
+            except Changed:
+                changed.append(name)
+
     def _all(self) -> Iterable[tuple[str, Callable[[], Steps]]]:
         """What there is to check."""
         parts = self.parts
-        yield "host: ", parts.host.checking
+        yield "host", parts.host.checking
         if parts.disk is not None:
-            yield "disk: ", parts.disk.checking if not parts.loading else _loading
+            yield "disk", parts.disk.checking if not parts.loading else _loading
         for cache in list(parts.caches.values()):
-            yield f"cache {cache.id.hex()[:12]}: ", cache.index.checking
+            yield f"cache {cache.id.hex()[:12]}", cache.index.checking
 
     async def _forgotten(self) -> list[str]:
         """Leases that last while no engine is attached and nothing moves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -124,6 +125,7 @@ class Operate:
         for cache in caches:
             cut, doomed = await self._cut(cache, list((cache.index.root.children or {}).values()))
             pages, kept = pages + cut, kept + doomed
+            await asyncio.sleep(0)  # caches may be many and small
         self.parts.prune()
         return {"caches": [cache.id.hex() for cache in caches], "pages": pages, "held": kept}
 
