@@ -114,7 +114,10 @@ def ping(call: Call, show: bool, count: int) -> Data:
 @click.option("--wait", "wait_s", default=600.0, show_default=True, help="Seconds to wait.")
 @verb
 def check(call: Call, show: bool, wait_s: float) -> Data:
-    """Check the daemon's invariants now, in slices beside its work; exit code 1 when one is broken."""
+    """Check the daemon's invariants now; exit code 1 when one is broken.
+
+    It is done in slices: engines go on being served.
+    """
     from kvtier import wire  # noqa: PLC0415
     from kvtier.control.progress import ask_long  # noqa: PLC0415
 

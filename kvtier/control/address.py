@@ -111,6 +111,8 @@ def _chat(file: str) -> Any:
 
 def load_tokenizer(folder: str) -> Any:
     """The tokenizer of a folder; raises bad_request where it or transformers is missing."""
+    if not Path(folder).is_dir():
+        raise bad("tokenizer", "a folder with a tokenizer", folder)
     try:
         from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
     except ImportError:

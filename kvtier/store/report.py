@@ -36,7 +36,7 @@ class Report:
         self.parts = parts
         self.checkup = checkup
         self.version = version
-        self.started = time.time()
+        self.started = time.monotonic()
 
     def stat(self, msg: wire.Stat) -> wire.Info:
         """Counters that any engine may see."""
@@ -81,7 +81,7 @@ class Report:
             {
                 "version": self.version,
                 "pid": os.getpid(),
-                "uptime_s": round(time.time() - self.started, 1),
+                "uptime_s": round(time.monotonic() - self.started, 1),
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "disk_path": "" if parts.disk is None else str(parts.disk.path),
                 "tiers": self._tiers(),
@@ -109,7 +109,7 @@ class Report:
         return wire.Info(
             {
                 "version": self.version,
-                "uptime_s": time.time() - self.started,
+                "uptime_s": time.monotonic() - self.started,
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "tiers": self._tiers(),
                 "caches": len(caches),
