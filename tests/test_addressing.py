@@ -224,6 +224,7 @@ def test_keys_are_evicted_to_disk_brought_back_and_pinned(keyed):
         (["--key", "zz"], "hex"),
         (["--key", "00"], "16 bytes"),
         (["--key", "00" * 16, "--group", "7"], "0..1"),
+        (["--key", "00" * 16 * 4097], "at most 4096 keys"),
         (["--keys", "/nowhere"], "readable"),
         (["--key", "00" * 16, "--request", "r"], "exactly one"),
         (["--key", "00" * 16, "--cache", "ffffffffffff"], "0 keyed caches"),

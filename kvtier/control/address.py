@@ -24,8 +24,8 @@ OPTIONS = (
     click.option("--tokenizer", metavar="DIR", help="Folder of a tokenizer (needs transformers), for --text and "
                  "--messages; explain then shows text too."),
     click.option("--chain", metavar="HEX", default="", help="Chain key of the prompt's last page."),
-    click.option("--keys", metavar="FILE", help="Keys of a keyed cache in hex: a JSON list, or apart; - reads standard "
-                 "input."),
+    click.option("--keys", metavar="FILE", help="Keys of a keyed cache in hex, at most 4096: a JSON list, or apart; - "
+                 "reads standard input."),
     click.option("--key", "some", metavar="HEX", multiple=True, help="One such key; repeat it."),
     click.option("--group", default=0, show_default=True, help="The group of the keys."),
     click.option("--cache", default="", help="Beginning of the cache's id; may be left out where there is one."),

@@ -29,9 +29,12 @@ class Operate:
         what = held(await resolve(self.parts.caches, self.parts.requests, msg.of))
         what.lease()
         try:
+            await asyncio.sleep(0)  # each step of many keys is long enough
             wanted = what.missing(self.parts.loads)
+            await asyncio.sleep(0)
             await self.parts.loads.bring(what.cache, wanted, deadline)
             left = len(what.missing(self.parts.loads))
+            await asyncio.sleep(0)
         finally:
             for node in what.nodes:
                 self.parts.unlease(what.cache, node)

@@ -18,8 +18,8 @@ from kvtier.store.requests import Requests
 from kvtier.store.slices import sliced
 from kvtier.types import Code, KvtierError, bad
 
-MOST_KEYS: Final = 1 << 14
-"""Looked up in one go."""
+MOST_KEYS: Final = 4096
+"""Looked up and leased in one go, like the keys of an engine's Exists."""
 
 
 class Prompt(NamedTuple):
