@@ -506,6 +506,34 @@ class Set(Message):
     values: dict[str, str] = {}
 
 
+class DiskUsage(Message):
+    """How full and how scattered the disk tier is, and what each cache holds there. Replies Info."""
+
+
+class DiskScrub(Message):
+    """Re-read every copy on disk, of one cache (beginning of its id) or all; drop what is wrong. Replies Info."""
+
+    cache: str = ""
+    wait_ms: int = 600000
+
+
+class DiskVerify(Message):
+    """Compare catalogue, cells and indexes; changes nothing. Replies Info."""
+
+
+class DiskCompact(Message):
+    """Gather free cells into whole slabs, and write the catalogue without its free pages. Replies Info."""
+
+
+class DiskPurge(Message):
+    """Empty one cache, or all that scope, adapter and salt fit, and discard their bytes on disk. Replies Info."""
+
+    cache: str = ""
+    scope: str = ""
+    adapter: str = ""
+    salt: bytes = b""
+
+
 FIRST_ADMIN: Final = 96
 
 VERBS: Final[dict[type[Message], int]] = {
@@ -548,6 +576,11 @@ VERBS: Final[dict[type[Message], int]] = {
     Evict: 107,
     Remove: 108,
     Purge: 109,
+    DiskUsage: 120,
+    DiskScrub: 121,
+    DiskVerify: 122,
+    DiskCompact: 123,
+    DiskPurge: 124,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 

@@ -70,7 +70,7 @@ class Operate:
         """Drop the host copies of a subtree that disk has and nobody holds; (pages dropped, pages held)."""
         gone = held = 0
         stack = [top]
-        async for _ in _turns():
+        async for _ in turns():
             if not stack:
                 break
             node = stack.pop()
@@ -91,7 +91,7 @@ class Operate:
     async def _cut_all(self, cache: Cache, top: Node) -> tuple[int, int]:
         """Cut a subtree, leaves first; pages that somebody holds go when they are let go of."""
         pages = held = 0
-        async for _ in _turns():
+        async for _ in turns():
             if top.dead:
                 break
             node = top
@@ -114,27 +114,30 @@ class Operate:
 
     async def remove(self, msg: wire.Remove) -> wire.Info:
         """Empty one cache; one that no engine has open is forgotten. Raises unknown."""
-        return wire.Info(await self._empty([cache_of(self.parts.caches, msg.cache, tokens=False)]))
+        return wire.Info(await self.empty([cache_of(self.parts.caches, msg.cache, tokens=False)]))
 
     async def purge(self, msg: wire.Purge) -> wire.Info:
         """Empty every cache of a scope, a tenant's salt, an adapter: what is given must all fit. Raises bad_request."""
-        if not (msg.scope or msg.adapter or msg.salt):
+        return wire.Info(await self.empty(self.fitting(msg.scope, msg.adapter, msg.salt)))
+
+    def fitting(self, scope: str, adapter: str, salt: bytes) -> list[Cache]:
+        """The caches that what is given fits; raises bad_request where nothing is given."""
+        if not (scope or adapter or salt):
             raise bad("scope", "a scope, an adapter or a salt")
-        caches = [
+        return [
             cache
             for cache in self.parts.caches.values()
-            if (not msg.scope or cache.scope == msg.scope)
-            and (not msg.adapter or cache.spec.adapter == msg.adapter)
-            and (not msg.salt or cache.spec.salt == msg.salt)
+            if (not scope or cache.scope == scope)
+            and (not adapter or cache.spec.adapter == adapter)
+            and (not salt or cache.spec.salt == salt)
         ]
-        return wire.Info(await self._empty(caches))
 
     def _indexed(self) -> None:
         """Raise busy while pages may still come from the catalogue."""
         if self.parts.loading:
             raise KvtierError(Code.BUSY, "the catalogue is still being indexed")
 
-    async def _empty(self, caches: list[Cache]) -> dict[str, Any]:
+    async def empty(self, caches: list[Cache]) -> dict[str, Any]:
         """Cut everything that the caches hold now."""
         self._indexed()
         pages = held = 0
@@ -148,7 +151,7 @@ class Operate:
         return {"caches": [cache.id.hex() for cache in caches], "pages": pages, "held": held}
 
 
-async def _turns() -> AsyncIterator[None]:
+async def turns() -> AsyncIterator[None]:
     """Steps of long work: lets the loop do other things after each slice."""
     until = time.perf_counter() + SLICE_S
     while True:

@@ -21,6 +21,7 @@ from kvtier.store.regions import Regions
 from kvtier.store.report import Report
 from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
+from kvtier.store.upkeep import Upkeep
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -58,6 +59,7 @@ class Store:
         self.pins = Pins(self.parts)
         operate = Operate(self.parts)
         self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
+        upkeep = Upkeep(self.parts, operate, self.scrub)
         self._scrub_bytes_s = scrub_bytes_s
         self._scrubbing: asyncio.Task[None] | None = None
         self.closing = False
@@ -96,6 +98,11 @@ class Store:
             wire.Remove: operate.remove,
             wire.Purge: operate.purge,
             wire.Flush: self.flush_all,
+            wire.DiskUsage: upkeep.usage,
+            wire.DiskScrub: upkeep.read_all,
+            wire.DiskVerify: upkeep.verify,
+            wire.DiskCompact: upkeep.compact,
+            wire.DiskPurge: upkeep.purge,
         }
 
     def start(self) -> asyncio.Task[None]:

@@ -20,6 +20,7 @@ from kvtier.tiers.commits import Commits, Op, unheard
 from kvtier.tiers.completions import Completions
 from kvtier.tiers.extentfile import Calls
 from kvtier.tiers.folder import let_go, open_folder
+from kvtier.tiers.gauges import Gauges
 from kvtier.tiers.health import Health
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger, check_items
@@ -41,6 +42,7 @@ from kvtier.tiers.records import (
 )
 from kvtier.tiers.relocate import Relocator
 from kvtier.tiers.transfers import Reads, Writing
+from kvtier.tiers.upkeep import Upkeep
 from kvtier.types import RUN_PAGES, Code, bad
 
 __all__ = ["CacheRecord", "DiskTier", "Item", "Run"]
@@ -55,7 +57,7 @@ CLOSE_S: Final = 10.0
 Done = Callable[[int | None, str], None]
 
 
-class DiskTier:
+class DiskTier(Gauges):
     """One directory of stored runs; `load` comes first."""
 
     def __init__(
@@ -94,6 +96,9 @@ class DiskTier:
         self._relocator = Relocator(
             self._ledger, self._catalogue, self._extents, self._lanes, self._reads, self._commits, post
         )
+        self.upkeep = Upkeep(
+            self._ledger, self._catalogue, self._extents, self._lanes, self._relocator, self._renew, post
+        )
 
     def _remember(self) -> None:
         """The state in memory, as far as it is known before the runs are loaded."""
@@ -108,54 +113,6 @@ class DiskTier:
         self._health = Health(set_aside=int(self._catalogue.set_aside))
         self.refusal = ""
         """Why the last `write` said no: loading, no_space, busy or closing."""
-
-    # -- what is there ------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> str:
-        """loading, ready, sick or closing."""
-        if self._closing:
-            return "closing"
-        if not self._loaded:
-            return "loading"
-        return "sick" if self._health.reason else "ready"
-
-    @property
-    def sick(self) -> str:
-        """Name of the last failure (as ENOSPC) since which no write worked; empty when well or due for a try."""
-        return "" if self._health.due() else self._health.reason
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Size of the extent file: never exceeded."""
-        return self._cells.total * BLOCK
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of cells that hold, or are about to hold, items."""
-        return self._cells.used * BLOCK
-
-    @property
-    def freeing_bytes(self) -> int:
-        """Bytes freed, and free once that is durable."""
-        return self._cells.pending * BLOCK
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes neither used nor pending."""
-        return self.capacity_bytes - self.used_bytes - self.freeing_bytes
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Counters since the tier was opened, and present sizes."""
-        counts = self._health.counts()
-        counts["queued_bytes"] = self._queued
-        counts["commits"] = self._commits.commits
-        counts["slabs_emptied"] = self._relocator.slabs
-        counts["runs"] = len(self._ledger.runs)
-        counts["parked_bytes"] = self._cells.parked * BLOCK
-        counts["catalogue_bytes"] = self._catalogue.used_bytes
-        return counts
 
     def queue_full(self, nbytes: int) -> bool:
         """Whether a write of this size must wait for others to become durable."""
@@ -345,14 +302,24 @@ class DiskTier:
         """
         return self._reads.read(reqs)
 
+    def _renew(self, done: Callable[[str], None], rewrite: bool) -> None:
+        """Flush, and where asked write the catalogue anew."""
+        self._submit([], done, keep=False, urgent=True, rewrite=rewrite)
+
     def _submit(
-        self, changes: list[Change], finish: Callable[[str], None] = unheard, *, keep: bool = True, urgent: bool = False
+        self,
+        changes: list[Change],
+        finish: Callable[[str], None] = unheard,
+        *,
+        keep: bool = True,
+        urgent: bool = False,
+        rewrite: bool = False,
     ) -> None:
         if self._closing:
             finish(Code.CLOSING.value)
             return
         op = Op(changes, finish, keep=keep)
-        op.heard, op.urgent = self._heard, urgent
+        op.heard, op.urgent, op.rewrite = self._heard, urgent, rewrite
         self._commits.submit(op)
 
     def _settled(self, committed: bool, failure: str) -> None:

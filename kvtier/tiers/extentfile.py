@@ -7,6 +7,7 @@ block, so nothing outside the given views is read or written.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -29,6 +30,18 @@ IO_VIEWS: Final = 512
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
+_PUNCH_HOLE: Final = 0x02 | 0x01  # the file keeps its size
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def _punch(fd: int, offset: int, size: int) -> None:
+    """Take the blocks of a range away from a file: it reads as zeros. Raises OSError."""
+    if _libc.fallocate(fd, _PUNCH_HOLE, offset, size):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
 class Calls:
     """The system calls that touch the extents, in one place so that tests can make them fail."""
 
@@ -36,6 +49,7 @@ class Calls:
     preadv = staticmethod(os.preadv)
     fdatasync = staticmethod(os.fdatasync)
     fallocate = staticmethod(os.posix_fallocate)
+    punch = staticmethod(_punch)
 
 
 class Piece(NamedTuple):
@@ -160,6 +174,37 @@ class Extents:
             if slab not in self._backed:
                 self._calls.fallocate(self._fd, slab * self.slab_bytes, self.slab_bytes)
                 self._backed.add(slab)
+
+    def discard(self, slab: int, gaps: Iterable[tuple[int, int]]) -> None:
+        """Make (offset, bytes) ranges of a slab read as zeros; where they cannot be punched out they are overwritten.
+
+        Raises OSError. Durable after `settle`; the slab is backed again before the next write to it.
+        """
+        with self._backing:
+            self._backed.discard(slab)
+            for offset, size in gaps:
+                try:
+                    self._calls.punch(self._fd, offset, size)
+                except OSError as error:
+                    if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+                        raise
+                    self._blank(offset, size)
+
+    def _blank(self, offset: int, size: int) -> None:
+        """Overwrite a range with zeros."""
+        zeros: View = np.frombuffer(mmap.mmap(-1, min(size, IO_BYTES)), np.uint8)
+        for at in range(0, size, IO_BYTES):
+            part = zeros[: min(IO_BYTES, size - at)]
+            self.write(Io(offset + at, [part], part.size, frozenset()))
+
+    def settle(self) -> None:
+        """The file and where its blocks are, on the device; raises OSError."""
+        os.fsync(self._fd)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that the file system has set aside."""
+        return os.fstat(self._fd).st_blocks * 512
 
     def write(self, io: Io) -> None:
         """All bytes of one call to the file; raises OSError."""

@@ -268,6 +268,25 @@ class Ledger:
         self.of_cache[run.cache].add(run.id)
         return run
 
+    def differs(self, key: bytes, value: bytes, mask: bytes | None) -> str:
+        """How a record differs from the run in memory; '' where it does not. Raises Damaged."""
+        run = self.runs.get(run_number(key))
+        if run is None or run.key != key:
+            return "is of no run"
+        found = decode_run(key, value, {run.cache: run.layouts})
+        if found is None:
+            return "is of another cache"
+        live = found[0].live if mask is None else decode_number(key, mask)
+        if live != run.live or found[0].sums != run.sums:
+            return "has other pages or sums"
+        spread = [page for page in range(run.pages) if live >> page & 1]
+        same = all(
+            old[page * layout.parts : (page + 1) * layout.parts] == new[page * layout.parts : (page + 1) * layout.parts]
+            for old, new, layout in zip(found[0].parts, run.parts, run.layouts, strict=True)
+            for page in spread
+        )
+        return "" if same else "has other cells"
+
     # -- reading ------------------------------------------------------------------------------------------------
 
     def find(self, handle: int, group: int) -> Place | None:
