@@ -534,6 +534,59 @@ class DiskPurge(Message):
     salt: bytes = b""
 
 
+class Export(Message):
+    """Begin to export the pages that a prompt matches, or (with a cache alone) a whole cache. Replies Info."""
+
+    of: Prompt
+
+
+class ExportNext(Message):
+    """The next bytes of an export's file. Replies Chunk."""
+
+    export: int
+
+
+class Chunk(Message):
+    """Reply to ExportNext: up to 1 MiB."""
+
+    data: bytes
+    last: bool = False
+
+
+class ExportEnd(Message):
+    """Give an export up."""
+
+    export: int
+
+
+class Import(Message):
+    """Begin to import a file with this header (its record's meta) into a trust scope. Replies Info."""
+
+    header: bytes
+    scope: str = ""
+    """Empty: the scope that the file names."""
+
+
+class ImportRun(Message):
+    """A run record's meta; the reply says whether its payload is wanted."""
+
+    number: int
+    run: bytes
+
+
+class ImportData(Message):
+    """The next bytes of the wanted payload. Replies Info: pages stored, once it is whole."""
+
+    number: int
+    data: bytes
+
+
+class ImportEnd(Message):
+    """The file has ended. Replies Info: pages by what became of them."""
+
+    number: int
+
+
 FIRST_ADMIN: Final = 96
 
 VERBS: Final[dict[type[Message], int]] = {
@@ -581,6 +634,13 @@ VERBS: Final[dict[type[Message], int]] = {
     DiskVerify: 122,
     DiskCompact: 123,
     DiskPurge: 124,
+    Export: 125,
+    ExportNext: 126,
+    ExportEnd: 127,
+    Import: 128,
+    ImportRun: 129,
+    ImportData: 130,
+    ImportEnd: 131,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 

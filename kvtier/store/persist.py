@@ -194,7 +194,7 @@ class Persist:
         if cache.disk is None:
             cache.disk = disk.open_cache(cache.id, cache.base, cache.scope, cache.epoch, cache.spec)
         first = entry.first
-        keys, chains, parent = _names(cache, entry.node, first, end)
+        keys, chains, parent = names(cache, entry.node, first, end)
         done = self._completion(entry, first, end, items)
         if not disk.write(cache.disk, parent, 0 if cache.spec.keyed else first, keys, chains, items, done):
             self._make_room(entry, nbytes)
@@ -353,7 +353,7 @@ async def _settled(entries: list[Entry], deadline: float) -> bool:
     return not late
 
 
-def _names(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes, bytes]:
+def names(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes, bytes]:
     """Page keys and chain keys of pages [first, end), and the chain key of the page before."""
     if cache.spec.keyed:
         return node.edge[1:], b"", b""  # which group it is the item says

@@ -11,6 +11,8 @@ from kvtier.identity import base_id
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
+from kvtier.store.exports import Exports
+from kvtier.store.imports import Imports
 from kvtier.store.instance import Instance, Process
 from kvtier.store.keyed import Keys
 from kvtier.store.operate import Operate
@@ -22,6 +24,7 @@ from kvtier.store.report import Report
 from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.upkeep import Upkeep
+from kvtier.store.visits import Visits
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -60,6 +63,8 @@ class Store:
         operate = Operate(self.parts)
         self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
         upkeep = Upkeep(self.parts, operate, self.scrub)
+        self.visits = Visits(self.parts)
+        exports, imports = Exports(self.parts, self.visits), Imports(self.parts, self.visits)
         self._scrub_bytes_s = scrub_bytes_s
         self._scrubbing: asyncio.Task[None] | None = None
         self.closing = False
@@ -103,6 +108,13 @@ class Store:
             wire.DiskVerify: upkeep.verify,
             wire.DiskCompact: upkeep.compact,
             wire.DiskPurge: upkeep.purge,
+            wire.Export: exports.begin,
+            wire.ExportNext: exports.next,
+            wire.ExportEnd: exports.end,
+            wire.Import: imports.begin,
+            wire.ImportRun: imports.run,
+            wire.ImportData: imports.data,
+            wire.ImportEnd: imports.end,
         }
 
     def start(self) -> asyncio.Task[None]:
@@ -195,6 +207,7 @@ class Store:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
         self.loading.cancel()
+        self.visits.close()
         if self._scrubbing is not None:
             self._scrubbing.cancel()
             await asyncio.wait([self._scrubbing])
