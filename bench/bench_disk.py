@@ -16,20 +16,20 @@ import sys
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import xxhash
-from measure import OURS, Bench, Samples, Target, interleave
+from disk_start import start_up
+from measure import OURS, Bench, Target, interleave
 
 from kvtier.identity import CacheSpec, GroupSpec, base_id, cache_id
-from kvtier.tiers.catalogue import Catalogue
-from kvtier.tiers.cells import Span
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.extentfile import IO_BYTES
-from kvtier.tiers.records import CacheRecord, Change, Item, Placed, Run, cache_key, encode_cache, encode_run, place
+from kvtier.tiers.records import (
+    Item,
+)
 from kvtier.types import Kind
 
 IN_FLIGHT = 4
@@ -205,48 +205,6 @@ def payload(bench: Bench, home: Path, page: int, total: int) -> None:
     raw.path.unlink()
 
 
-def catalogue_of(home: Path, pages: int, seed: int) -> None:
-    """A catalogue of so many pages in runs, without their payload."""
-    home.mkdir()
-    spec = spec_of(4096)
-    record = CacheRecord(cache_id(spec, "bench", 0), base_id(spec, "bench"), "bench", 0, spec)
-    catalogue = Catalogue(home / "catalogue", SLAB, limit_bytes=8 << 30, sync=False)
-    layouts = record.layouts(SLAB)
-    random = np.random.default_rng(seed)
-    changes = [Change(b"caches", cache_key(1), encode_cache(cache_key(1), record))]
-    for number in range(1, pages // RUN + 1):
-        run = Run(number, 1, RUN, layouts)
-        run.depth, run.parent, run.chains = number % 64 * RUN, random.bytes(16), random.bytes(16 * RUN)
-        run.keys = random.integers(0, 150_000, RUN * PAGE_TOKENS, "<i4").tobytes()
-        placed = [Placed((1 << RUN) - 1, [Span((number - 1) * RUN, 1, RUN)], array("Q", random.bytes(8 * RUN)))]
-        place(run, placed)
-        changes.append(Change(b"runs", run.key, encode_run(run, placed)))
-        if len(changes) > 500:
-            catalogue.commit(changes)
-            changes = []
-    catalogue.commit(changes)
-    catalogue.close()
-
-
-def start_up(bench: Bench, home: Path, pages: int) -> None:
-    """Opening and loading a catalogue, and its bytes per page."""
-    catalogue_of(home / "big", pages, bench.seed)
-    data = home / "big" / "catalogue" / "data.mdb"
-    bench.add("catalogue, per page in 16-page runs", "B", {OURS: [data.stat().st_size / pages]})
-    times: Samples = {"open": [], "load": []}
-    for _ in range(bench.rounds(5)):
-        start = time.perf_counter()
-        tier = DiskTier(home / "big", pages * 4096 + 16 * SLAB, post=lambda *_: None)
-        opened = time.perf_counter()
-        assert sum(run.pages for run in tier.load()) == pages // RUN * RUN
-        times["open"].append(opened - start)
-        times["load"].append(time.perf_counter() - opened)
-        tier.close()
-    name = f"{pages:,} pages"
-    bench.add(f"open, scan in a child included, {name}", "s", {OURS: times["open"]}, target=Target("value", "<=", 0.5))
-    bench.add(f"load, without an index, {name}", "s", {OURS: times["load"]}, target=Target("value", "<=", 2.0))
-
-
 def main() -> None:
     """Run all cases."""
     bench = Bench("disk", __doc__)
@@ -255,7 +213,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
         for page in (2 << 20, 256 << 10):
             payload(bench, Path(folder), page, total)
-        start_up(bench, Path(folder), 16_000 if bench.tiny else 1_000_000)
+        start_up(bench, Path(folder), spec_of(4096), 16_000 if bench.tiny else 1_000_000)
     bench.finish()
 
 

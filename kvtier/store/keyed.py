@@ -35,9 +35,18 @@ class Keys:
             raise bad("keys", f"1..{MAX_KEYS} keys of {size} bytes", len(keys))
         return cache, [cache.keyed.name(group, keys[at : at + size]) for at in range(0, len(keys), size)]
 
-    def exists(self, process: Process, msg: Exists) -> Existence:
-        """One Presence byte per key."""
+    def exists(self, process: Process, msg: Exists) -> Existence | Awaitable[Existence]:
+        """One Presence byte per key; while the catalogue loads, after looking each up there."""
         cache, names = self.names(process, msg.cache, msg.group, msg.keys)
+        if self.parts.loading:
+            return self._exist_later(cache, names, msg)
+        return self._exist(cache, names, msg)
+
+    async def _exist_later(self, cache: Cache, names: list[bytes], msg: Exists) -> Existence:
+        await self.parts.restore.keys(cache, [name[1:] for name in names])
+        return self._exist(cache, names, msg)
+
+    def _exist(self, cache: Cache, names: list[bytes], msg: Exists) -> Existence:
         found = cache.keyed.find
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
         cache.counts["keys_asked"] += len(names)
@@ -53,11 +62,25 @@ class Keys:
         """Lease the keys that are there; waits only when some must come from disk."""
         cache, names = self.names(process, msg.cache, msg.group, msg.keys)
         deadline = self.parts.deadline(msg.wait_ms)
-        lease, nodes = self.hold(process.instance, cache, names, msg.group)
-        missing = self.missing(cache, nodes, msg.group)
+        if self.parts.loading:
+            return self._acquire_later(process.instance, cache, names, msg.group, deadline)
+        return self._acquire(process.instance, cache, names, msg.group, deadline)
+
+    async def _acquire_later(
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+    ) -> Acquired:
+        await self.parts.restore.keys(cache, [name[1:] for name in names])
+        reply = self._acquire(instance, cache, names, group, deadline)
+        return reply if isinstance(reply, Acquired) else await reply
+
+    def _acquire(
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+    ) -> Acquired | Awaitable[Acquired]:
+        lease, nodes = self.hold(instance, cache, names, group)
+        missing = self.missing(cache, nodes, group)
         if missing:
-            return self._load(process.instance, lease, nodes, missing, deadline)
-        return self._grant(process.instance, lease, nodes)
+            return self._load(instance, lease, nodes, missing, deadline)
+        return self._grant(instance, lease, nodes)
 
     def hold(self, instance: Instance, cache: Cache, names: list[bytes], group: int) -> tuple[Lease, list[Node | None]]:
         """Lease what is there of the keys, touching the deepest first so that the root is the warmest."""

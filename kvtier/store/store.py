@@ -66,7 +66,7 @@ class Store:
         self.visits = Visits(self.parts)
         exports, imports = Exports(self.parts, self.visits), Imports(self.parts, self.visits)
         self._scrub_bytes_s = scrub_bytes_s
-        self._scrubbing: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self.closing = False
         self.verbs: Mapping[type[wire.Message], Verb] = {
             wire.Open: self.open,
@@ -120,9 +120,11 @@ class Store:
     def start(self) -> asyncio.Task[None]:
         """Begin to rebuild the indexes from disk; engines may be served meanwhile. The task ends when all is loaded."""
         loop = asyncio.get_running_loop()
-        self.loading = loop.create_task(self.parts.restore())
+        self.loading = loop.create_task(self.parts.restore.run())
         if self._scrub_bytes_s:
-            self._scrubbing = loop.create_task(self.scrub.run(self._scrub_bytes_s))
+            self._background.append(loop.create_task(self.scrub.run(self._scrub_bytes_s)))
+        if self.parts.disk is not None:
+            self._background.append(loop.create_task(self.parts.warmth.run()))
         return self.loading
 
     def cap(self, share: float) -> None:
@@ -208,12 +210,14 @@ class Store:
         self.closing = True
         self.loading.cancel()
         self.visits.close()
-        if self._scrubbing is not None:
-            self._scrubbing.cancel()
-            await asyncio.wait([self._scrubbing])
+        for task in self._background:
+            task.cancel()
+        if self._background:
+            await asyncio.wait(self._background)
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
             await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
+            await self.parts.warmth.save()
         self.parts.close()
 
     # -- caches ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from kvtier.tiers.records import (
     encode_version,
 )
 from kvtier.tiers.scan import MAX_DBS, scan
+from kvtier.tiers.upgrade import OLDEST, ROOM, upgrade
 
 log = logging.getLogger("kvtier.disk")
 
@@ -48,18 +49,26 @@ class Catalogue:
         self._env: lmdb.Environment
         self._dbs: dict[bytes, lmdb._Database] = {}
         self._unnamed = False
+        self.version: Version
+        """Slab size of this directory (as asked for when new) and the next cache number."""
         self.set_aside = _set_aside_unless_sound(path, clean)
         """Whether a catalogue was found here that could not be used."""
         path.mkdir(mode=0o700, exist_ok=True)
-        self._open()
-        self.version = self._settle_version(slab_bytes)
-        """Slab size of this directory (as asked for when new) and the next cache number."""
+        self._open(room=ROOM)
+        try:
+            if upgrade(self._env, self._dbs):
+                self._env.sync(True)
+            self.version = self._settle_version(slab_bytes)
+        except BaseException:
+            self._env.close()
+            raise
 
-    def _open(self) -> None:
+    def _open(self, room: int = 2) -> None:
+        """Open it with a map of so many times its size."""
         data = self.path / "data.mdb"
         have = data.stat().st_size if data.exists() else 0
         self._env = lmdb.open(
-            str(self.path), map_size=max(MAP_BYTES, 2 * have), max_dbs=MAX_DBS, mode=0o600,
+            str(self.path), map_size=max(MAP_BYTES, room * have), max_dbs=MAX_DBS, mode=0o600,
             sync=self._sync, metasync=self._sync,
         )  # fmt: skip
         self._env.reader_check()
@@ -179,6 +188,17 @@ class Catalogue:
             sync_names(self.path)
             self._unnamed = False
 
+    def runs_at(self, prefix: bytes) -> list[tuple[bytes, bytes, bytes | None]]:
+        """The same of every run whose key begins so."""
+        out: list[tuple[bytes, bytes, bytes | None]] = []
+        with self._remap, self._env.begin() as txn:
+            cursor = txn.cursor(self._dbs[b"runs"])
+            found = cursor.set_range(prefix)
+            while found and (key := bytes(cursor.key())).startswith(prefix):
+                out.append((key, bytes(cursor.value()), txn.get(key, db=self._dbs[b"live"])))
+                found = cursor.next()
+        return out
+
     @property
     def free_bytes(self) -> int:
         """Bytes of the file that hold nothing."""
@@ -232,7 +252,7 @@ def _judge(path: Path) -> tuple[str, str]:
         with env.begin() as txn:
             try:
                 version = decode_version(txn.get(VERSION_KEY, default=b"", db=meta))
-                if version.format != FORMAT:
+                if not OLDEST <= version.format <= FORMAT:
                     return f"format{version.format}", f"format {version.format}; this daemon reads {FORMAT}"
                 for key, value in txn.cursor(epochs):
                     decode_number(key, value)  # starting an epoch over could serve what a reset has freed

@@ -163,7 +163,8 @@ class Cells:
         mask = self._mask[slab]
         assert self._size[slab] == span.blocks, f"slab {slab} serves another size"
         assert not mask & bits, f"cells of {span} are free already"
-        kind, parked = self._classes[span.blocks], slab in self._parked
+        kind = self._classes.get(span.blocks) or _Class(self.slab_blocks // span.blocks)  # none yet while loading
+        parked = slab in self._parked
         self._mask[slab] = mask | bits
         if not parked:
             kind.free += span.cells

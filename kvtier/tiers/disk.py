@@ -6,6 +6,7 @@ The order of a write: payload -> fdatasync of the extents -> commit of the catal
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -29,6 +30,7 @@ from kvtier.tiers.records import (
     VERSION_KEY,
     CacheRecord,
     Change,
+    Damaged,
     Item,
     Placed,
     Run,
@@ -39,6 +41,9 @@ from kvtier.tiers.records import (
     encode_number,
     encode_run,
     encode_version,
+    name_of,
+    run_number,
+    run_prefix,
 )
 from kvtier.tiers.relocate import Relocator
 from kvtier.tiers.transfers import Reads, Writing
@@ -109,6 +114,7 @@ class DiskTier(Gauges):
         self._queued = self._heard = 0
         self._loaded = self._closing = False
         self._parked_at = 0.0
+        self._early: set[int] = set()  # runs that were looked up before their turn in loading came
         self._completions = Completions(self._post, self._settled)
         self._health = Health(set_aside=int(self._catalogue.set_aside))
         self.refusal = ""
@@ -171,11 +177,29 @@ class DiskTier(Gauges):
         Cut it into slices as you like; `free` and `forget` may be called in between. Keys and chains of a run
         are gone once the next one is asked for.
         """
-        yield from load_runs(self._catalogue, self._ledger, self._health, self._strays)
+        yield from load_runs(self._catalogue, self._ledger, self._health, self._strays, self._early)
+        self._early.clear()
         self._cells.loaded()
         self._loaded = True
         if self._strays:
             self._submit(self._strays)
+
+    def seek(self, cache: int, depth: int, name: bytes, first: bytes) -> list[Run]:
+        """While loading: runs of a cache with this depth and name whose first page key is `first`.
+
+        `load` passes over what was found here. The caller clears the keys and chains of the runs.
+        """
+        if self._loaded:
+            return []
+        found = []
+        for key, value, mask in self._catalogue.runs_at(run_prefix(depth, name)):
+            number = run_number(key)
+            if number not in self._early and number not in self._ledger.runs:
+                with contextlib.suppress(Damaged):  # load will meet it
+                    if run := self._ledger.restore(key, value, mask, cache, first):
+                        self._early.add(number)
+                        found.append(run)
+        return found
 
     def forget(self, run_id: int) -> None:
         """Free a whole run, for which the index has no place."""
@@ -212,6 +236,7 @@ class DiskTier(Gauges):
             return False
         run, placed = begun
         run.parent, run.depth, run.keys, run.chains = parent, depth, keys, chains
+        run.name = name_of(parent, keys[:stride])
         self._send(run, placed, items, size, done)
         return True
 

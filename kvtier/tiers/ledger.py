@@ -247,11 +247,14 @@ class Ledger:
 
     # -- loading ------------------------------------------------------------------------------------------------
 
-    def restore(self, key: bytes, value: bytes, mask: bytes | None) -> Run | None:
-        """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right."""
+    def restore(self, key: bytes, value: bytes, mask: bytes | None, cache: int = 0, first: bytes = b"") -> Run | None:
+        """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right.
+
+        With a cache given: None, too, where it is of another one or does not begin with `first`.
+        """
         self.next_run = max(self.next_run, run_number(key) + 1)
         found = decode_run(key, value, self._layouts)
-        if found is None:
+        if found is None or (cache and (found[0].cache != cache or not found[0].keys.startswith(first))):
             return None
         run, spans = found
         if mask is not None:

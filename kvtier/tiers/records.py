@@ -19,14 +19,14 @@ import xxhash
 from kvtier.identity import TOKEN_BYTES, CacheSpec
 from kvtier.tiers.cells import Layout, Span, layout_of
 
-FORMAT: Final = 1
-"""Version of the catalogue; a higher one on disk is left alone."""
+FORMAT: Final = 2
+"""Version of the catalogue; a higher one on disk is left alone, a lower one is upgraded (tiers/upgrade)."""
 
 VERSION_KEY: Final = b"version"
 
 View = npt.NDArray[np.uint8]
 _CHECK: Final = struct.Struct("<Q")
-_RUN_KEY: Final = struct.Struct(">IQ")
+_RUN_KEY: Final = struct.Struct(">I8sQ")
 _MASK: Final = struct.Struct("<Q")
 
 
@@ -102,6 +102,7 @@ class Run:
         "keys",
         "layouts",
         "live",
+        "name",
         "pages",
         "parent",
         "parts",
@@ -114,6 +115,8 @@ class Run:
         self.cache = cache
         self.parent = b""
         """Chain key of the page before; empty in keyed caches."""
+        self.name = bytes(8)
+        """See name_of."""
         self.depth = 0
         """Page number of the first page; 0 in keyed caches."""
         self.pages = pages
@@ -135,8 +138,8 @@ class Run:
 
     @property
     def key(self) -> bytes:
-        """Its key in the catalogue: by depth, so that parents load before children."""
-        return _RUN_KEY.pack(self.depth, self.id)
+        """Its key in the catalogue: by depth, so that parents load before children, then by name."""
+        return _RUN_KEY.pack(self.depth, self.name, self.id)
 
     def spans(self, pages: int) -> list[Span]:
         """The cells of the pages in this mask, consecutive ones joined."""
@@ -173,9 +176,19 @@ def spans_of(cells: Iterable[int], layout: Layout) -> list[Span]:
     return out
 
 
+def name_of(parent: bytes, first: bytes) -> bytes:
+    """By what runs are found, beside their depth: a digest of their parent's chain key and their first page key."""
+    return xxhash.xxh3_64_digest(parent + first)
+
+
+def run_prefix(depth: int, name: bytes) -> bytes:
+    """With what the catalogue keys of such runs begin."""
+    return _RUN_KEY.pack(depth, name, 0)[:12]
+
+
 def run_number(key: bytes) -> int:
     """The run's id in its catalogue key; 0 where the key is none."""
-    return int(_RUN_KEY.unpack(key)[1]) if len(key) == _RUN_KEY.size else 0
+    return int(_RUN_KEY.unpack(key)[2]) if len(key) == _RUN_KEY.size else 0
 
 
 class _Group(msgspec.Struct, array_like=True, frozen=True):
@@ -292,17 +305,29 @@ def decode_run(
     """A run and all its cells, as written; None where its cache is gone. Raises Damaged."""
     try:
         record = _decode_run(unseal(key, value))
-        depth, number = _RUN_KEY.unpack(key)
+        depth, name, number = _RUN_KEY.unpack(key)
         if record.cache not in caches:
             return None
         run = Run(number, record.cache, record.pages, caches[record.cache])
-        run.parent, run.depth = record.parent, depth
+        run.parent, run.depth, run.name = record.parent, depth, name
         run.keys, run.chains = unpack_keys(record.planes, record.keys), record.chains
         groups = [Placed(g.present, _triples(g.spans), array("Q", g.sums)) for g in record.groups]
         place(run, groups)
     except (msgspec.DecodeError, ValueError, struct.error) as error:
         raise Damaged from error
     return run, [span for group in groups for span in group.spans]
+
+
+def rename_run(body: memoryview, depth: int, number: int) -> tuple[bytes, bytes]:
+    """The key and the value in this format of a run's body that older formats filed elsewhere. Raises Damaged."""
+    try:
+        record = _decode_run(body)
+    except msgspec.DecodeError as error:
+        raise Damaged from error
+    keys = unpack_keys(record.planes, record.keys)
+    name = name_of(record.parent, keys[: len(keys) // record.pages])
+    key = _RUN_KEY.pack(depth, name, number)
+    return key, seal(key, bytes(body))
 
 
 def _triples(flat: tuple[int, ...]) -> list[Span]:
