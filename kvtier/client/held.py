@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from kvtier import wire
 from kvtier.client.caches import OpenCache
-from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, copy_summed, rows
+from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, copy_rows, copy_summed, rows
 from kvtier.client.link import Call, Joined, Steps
 from kvtier.client.slots import Checks, Slots, Span
 from kvtier.identity import Slice
@@ -29,6 +30,8 @@ class Share(msgspec.Struct, forbid_unknown_fields=True):
     start: int
     lease: wire.Acquired | None = None
     reservation: wire.Reserved | None = None
+    slices: tuple[Slice, ...] = ()
+    """What who reserved holds: nobody else writes that, if it writes at all (`reservation.writes`)."""
 
 
 def shared(raw: bytes, cache: OpenCache) -> Share:
@@ -39,7 +42,15 @@ def shared(raw: bytes, cache: OpenCache) -> Share:
         raise bad("share", f"what share() returned ({exc})") from None
     if cache.cache_id != share.cache_id:
         raise bad("share", "a lease or reservation of this cache and epoch")
+    if share.reservation is not None:
+        share.reservation = msgspec.structs.replace(share.reservation, writes=_writes(share, share.reservation, cache))
     return share
+
+
+def _writes(share: Share, told: wire.Reserved, cache: OpenCache) -> bool:
+    """Whether this process, and no replica of it, writes its shard of what another has reserved."""
+    taken = told.writes and share.slices in ((), cache.slices)
+    return not taken and -1 < cache.writes_above < told.reservation
 
 
 class HeldLease(Slots):
@@ -178,9 +189,13 @@ class HeldReservation(Slots):
         """Pages granted, from `start` on."""
         self.refused = reply.refused
         """Why fewer than asked; empty where all were granted."""
+        self.writes = reply.writes
+        """Whether this process writes its shard; else another does, and what is written here is skipped."""
         self.waiting = 0
         """Complete pages that wait for a parent, as of the last commit."""
         self._committed = bytearray(self.pages)
+        self._sums: dict[int, npt.NDArray[np.uint64]] = {}
+        """Per group the checksum of each page's item, 0 where it was not taken while it was written."""
         if joined is not None:
             for group, parts in self._tables.items():
                 for table in parts:
@@ -188,20 +203,21 @@ class HeldReservation(Slots):
 
     def share(self) -> bytes:
         """For another process of this instance to `adopt`: it writes and commits its own shard."""
-        reply = wire.Reserved(self.number, self.pages, self._items, self.refused)
-        return msgspec.msgpack.encode(Share(self.cache.cache_id, self.start, None, reply))
+        reply = wire.Reserved(self.number, self.pages, self._items, self.refused, self.writes)
+        return msgspec.msgpack.encode(Share(self.cache.cache_id, self.start, None, reply, self.cache.slices))
 
     def view(self, group: int, page: int) -> Bytes | None:
-        """The slot to write, for items of one slot; None where the item is already stored."""
+        """The slot to write, for items of one slot; None where the item is stored, or written by another process."""
         item = self._open_item(group, page)
         if item is not None and len(item[0].pieces) > 1:
             raise bad("group", "items of one slot; use write", group)
+        self._note(group, page, [0])
         return None if item is None else item[0].pieces[0]
 
     def write(self, group: int, page: int, data: Data | Parts) -> bool:
         """Copy in an item: this process's slice of it, or the whole where it opened without slices.
 
-        False: it is already stored, or the reservation is lost; nothing was written.
+        False: it is already stored, or another process writes it, or the reservation is lost; nothing was written.
         """
         item = self._open_item(group, page)
         if item is None:
@@ -211,26 +227,48 @@ class HeldReservation(Slots):
             item[0].write(data)
         else:
             item[0].write_slice(part, cast("Data", data))
+        self._note(group, page, [0])
         return not self.lost
 
-    def write_pages(self, group: int, first: int, data: Bytes) -> bool:
-        """Copy in the items of pages from `first` on, each a row of `data`; those that are stored are skipped.
+    def write_pages(self, group: int, first: int, data: Bytes, *, summed: bool = False) -> bool:
+        """Copy in the items of pages from `first` on, each a row of `data`; what is stored or another's is skipped.
 
         Rows hold what `write` takes: whole items, or this process's slices. For many small pages this costs a fraction
-        of as many `write`s. False: the reservation is lost, or some of the pages are not of it or are committed.
+        of as many `write`s. `summed`: take the checksums meanwhile, while the bytes are near, and not have the daemon
+        read them all again at commit; for whole items of one slot. False: the reservation is lost, or some of the
+        pages are not of it or are committed.
         """
         part, spec = self.cache.slice_of(group), self.cache.spec.groups[group]
         self._expect_rows(data, "data", spec.item_bytes if part is None else part.cells * spec.cell_bytes)
         at = first - self.start
         if self.lost or at < 0 or at + len(data) > self.pages or any(self._committed[at : at + len(data)]):
             return False
+        if not self.writes:
+            return True
         if self.cache.groups[group].slots_per_item > 1 or part is not None:
             for row, item in enumerate(data):
                 self.write(group, first + row, item)
         else:
             for span in self._spans(group, first, len(data)):
-                np.copyto(span.rows, data[span.at : span.at + len(span.rows)])
+                part_of = data[span.at : span.at + len(span.rows)]
+                sums = copy_rows(span.rows, part_of, summed=summed)
+                self._note(group, first + span.at, sums)
         return not self.lost
+
+    def _note(self, group: int, page: int, sums: Sequence[int]) -> None:
+        """Remember the checksums of what was just written from a page on."""
+        if group not in self._sums:
+            if not any(sums):
+                return
+            self._sums[group] = np.zeros(self.pages, np.uint64)
+        self._sums[group][page - self.start : page - self.start + len(sums)] = sums
+
+    def committing(self, first: int, pages: int) -> wire.Commit:
+        """The request that commits pages, with the checksums that are known."""
+        at = first - self.start
+        parts = ((group, sums[at : at + pages]) for group, sums in self._sums.items())
+        known = tuple(wire.Sums(group, part.tobytes()) for group, part in parts if part.any())
+        return wire.Commit(self.number, first, pages, known)
 
     def _committing(self, first: int | None, pages: int | None) -> Steps[int]:
         """Say that pages are written; how many pages of the reservation are served now."""
@@ -241,7 +279,7 @@ class HeldReservation(Slots):
         assert self._joined is not None
         at = first - self.start
         self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
-        reply = yield Call(self._joined, wire.Commit(self.number, first, pages), wire.Committed)
+        reply = yield Call(self._joined, self.committing(first, pages), wire.Committed)
         committed = cast("wire.Committed", reply)
         self.waiting = committed.waiting
         return committed.published
@@ -254,7 +292,7 @@ class HeldReservation(Slots):
     def _open_item(self, group: int, page: int) -> tuple[Item, int] | None:
         """The item, unless it was committed: its bytes never change after that."""
         at = page - self.start
-        if self.lost or not 0 <= at < len(self._committed) or self._committed[at]:
+        if not self.writes or self.lost or not 0 <= at < len(self._committed) or self._committed[at]:
             return None
         return self._item(group, page)
 

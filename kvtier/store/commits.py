@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Iterable
 
-from kvtier.mover import INLINE_BYTES, digest, drained
+import numpy as np
+
+from kvtier.mover import BATCH_BYTES, INLINE_BYTES, digest, drained
+from kvtier.store.cache import Cache
 from kvtier.store.instance import Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, bad
 from kvtier.wire import Abort, Commit, Committed, Durable, Ok
+
+Given = dict[tuple[int, int], int]
+"""Checksums by (group, position)."""
 
 
 class Commits:
@@ -36,22 +43,19 @@ class Commits:
         first = msg.first - res.start
         if first < 0 or msg.pages < 1 or first + msg.pages > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", (msg.first, msg.pages))
-        return self.complete(res, res.mark(process, first, msg.pages))
+        sums = _given(process, res, msg, first)
+        return self.complete(res, res.mark(process, first, msg.pages), sums)
 
-    def complete(
-        self, res: Reservation, positions: list[int], *, sums: dict[tuple[int, int], int] | None = None
-    ) -> Committed | Awaitable[Committed]:
-        """Take the checksums of complete positions (unless given) and serve what can be served."""
-        items = res.items(positions)
-        cost = sum(res.cache.item_bytes[g] for g, _, _ in items)
-        if sums is None and cost <= INLINE_BYTES:
-            sums = {(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items}
-        if sums is not None:
-            return self._serve(res, positions, sums)
-        return self._sum_and_serve(res, positions, items)
+    def complete(self, res: Reservation, positions: list[int], sums: Given) -> Committed | Awaitable[Committed]:
+        """Take the checksums of complete positions that are not given, and serve what can be served."""
+        items = [item for item in res.items(positions) if item[:2] not in sums]
+        if sum(res.cache.item_bytes[g] for g, _, _ in items) > INLINE_BYTES:
+            return self._sum_and_serve(res, positions, items, sums)
+        sums.update({(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items})
+        return self._serve(res, positions, sums)
 
     async def _sum_and_serve(
-        self, res: Reservation, positions: list[int], items: list[tuple[int, int, int]]
+        self, res: Reservation, positions: list[int], items: list[tuple[int, int, int]], given: Given
     ) -> Committed:
         """The same in worker threads. Cancelled or not, the pages are complete and are served."""
         res.hashing += 1
@@ -61,19 +65,28 @@ class Commits:
         finally:
             await drained(work)
             res.hashing -= 1
-            reply = self._serve(res, positions, None if work.cancelled() or work.exception() else work.result())
+            failed = work.cancelled() or work.exception() is not None
+            reply = self._serve(res, positions, None if failed else given | work.result())
         return reply
 
-    async def _sums(self, res: Reservation, items: list[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
-        """Checksums by (group, position)."""
-        sums: dict[tuple[int, int], int] = {}
+    async def _sums(self, res: Reservation, items: list[tuple[int, int, int]]) -> Given:
+        """Checksums of items."""
+        sums: Given = {}
         for group in {g for g, _, _ in items}:
-            mine = [(at, res.cache.views(group, h)) for g, at, h in items if g == group]
-            found = await self.parts.mover.checksums([v for _, v in mine], res.cache.item_bytes[group])
-            sums.update({(group, at): total for (at, _), total in zip(mine, found, strict=True)})
+            mine = [(group, at) for g, at, _ in items if g == group]
+            handles = array("q", [h for g, _, h in items if g == group])
+            sums.update(zip(mine, await self._group_sums(res.cache, group, handles), strict=True))
         return sums
 
-    def _serve(self, res: Reservation, positions: list[int], sums: dict[tuple[int, int], int] | None) -> Committed:
+    async def _group_sums(self, cache: Cache, group: int, handles: array[int]) -> list[int]:
+        """Checksums of items of one group."""
+        mover, size = self.parts.mover, cache.item_bytes[group]
+        if cache.shape.slots_per_item[group] > 1:
+            return await mover.checksums([cache.views(group, h) for h in handles], size)
+        blocks = cache.pool.blocks(group, handles, BATCH_BYTES)
+        return await mover.row_checksums(blocks, cache.shape.slot_bytes[group], size)
+
+    def _serve(self, res: Reservation, positions: list[int], sums: Given | None) -> Committed:
         """Publish what is complete, here and in reservations that waited for it."""
         before = res.next
         res.summed(positions, sums)
@@ -137,7 +150,7 @@ class Commits:
             return False
         if res.waiting and not res.cache.spec.keyed and not self._fed(res):
             res.abandon(complete=True)
-        return res.settled or ((res.dead or res.stuck) and self._quiet(res))
+        return res.settled or ((res.dead or res.stuck) and not res.writable)
 
     def _end(self, res: Reservation) -> None:
         """Its slots return; what waited for pages that it gave up ends too."""
@@ -169,18 +182,13 @@ class Commits:
     # -- giving up ---------------------------------------------------------------------------------------------
 
     def abort(self, process: Process, msg: Abort) -> Ok:
-        """The process writes no more; when no other may either, the slots return."""
+        """The process writes no more; when no other writer may either, the slots return."""
         res = self._find(process, msg.reservation)
         if res is not None:
             res.acks.add(process)
             res.abandon()
             self._finish(res)
         return Ok()
-
-    @staticmethod
-    def _quiet(res: Reservation) -> bool:
-        """Whether every process that could write into the reservation said that it will not."""
-        return not any(res.writable(p) for p in res.instance.processes if res.cache.number in p.ranks)
 
     def process_gone(self, process: Process) -> None:
         """A dead process writes no more: aborted reservations that waited for its word may end."""
@@ -192,6 +200,21 @@ class Commits:
         for res in reservations:
             res.abandon()
             self._end(res)
+
+
+def _given(process: Process, res: Reservation, msg: Commit, first: int) -> Given:
+    """Checksums that a commit brings; raises bad_request for those that its process cannot know."""
+    if not msg.sums:
+        return {}
+    if not res.whole(process):
+        raise bad("sums", "none from a process that holds slices")
+    found: Given = {}
+    for each in msg.sums:
+        if not 0 <= each.group < len(res.handles) or len(each.sums) != 8 * msg.pages:
+            raise bad("sums", f"u64 of {msg.pages} pages of groups 0..{len(res.handles) - 1}", each.group)
+        known = enumerate(np.frombuffer(each.sums, "<u8").tolist(), first)
+        found.update({(each.group, at): value for at, value in known if value})
+    return found
 
 
 def _durable(res: Reservation) -> Callable[[int], None] | None:
