@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier import wire
@@ -62,8 +63,8 @@ class Load:
         self.loose: list[int] = []
         self.durable: list[int] = []
 
-    def put(self) -> None:
-        """Store one prompt, of which the first pages may be there."""
+    def put(self, evict: Callable[[], None] | None = None) -> None:
+        """Store one prompt, of which the first pages may be there; evict something just before it is committed."""
         n, self.next = self.next, self.next + 1
         keys = prompt(n)
         pages = len(keys) // SPEC.stride
@@ -71,6 +72,8 @@ class Load:
             for page in range(reserved.pages):
                 if reserved.view(0, page) is not None:
                     reserved.write(0, page, content(keys[: (page + 1) * SPEC.stride], 0, ITEM))
+            if evict is not None:
+                evict()
             if reserved.pages == pages and reserved.commit() == pages:
                 self.loose.append(n)
 
@@ -109,8 +112,8 @@ def main() -> None:
                     for _ in range(load.rng.randint(1, 6)):
                         load.put()
                     load.flush()
-                    if load.rng.random() < 0.5:
-                        load.evict()
+                    if load.rng.random() < 0.7:
+                        load.put(load.evict)  # what it writes may take the cells that are being freed
                 say("=", load.next - seed * 10_000, "prompts")
         finally:
             daemon.terminate()
