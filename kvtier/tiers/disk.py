@@ -24,8 +24,10 @@ from kvtier.tiers.folder import let_go, open_folder
 from kvtier.tiers.gauges import Gauges
 from kvtier.tiers.health import Health
 from kvtier.tiers.lanes import Lanes
+from kvtier.tiers.layouts import packed_layouts
 from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger, check_items
 from kvtier.tiers.loading import load_runs
+from kvtier.tiers.packing import Frame, Packing, repacked
 from kvtier.tiers.records import (
     VERSION_KEY,
     CacheRecord,
@@ -78,6 +80,7 @@ class DiskTier(Gauges):
         linger_s: float = 0.005,
         direct: bool = True,
         sync: bool = True,
+        compress: bool = False,
         calls: Calls | None = None,
     ) -> None:
         self.path = Path(path)
@@ -86,6 +89,8 @@ class DiskTier(Gauges):
         )
         self._post = post
         self._queue_bytes = queue_bytes
+        self._compress = compress
+        self._packing: set[Writing] = set()
         self._remember()
         self._lanes = Lanes(threads, "kvtier-disk")
         self._reads = Reads(self._ledger.find, self._extents, self._lanes, self._health.count)
@@ -119,14 +124,6 @@ class DiskTier(Gauges):
         self._health = Health(set_aside=int(self._catalogue.set_aside))
         self.refusal = ""
         """Why the last `write` said no: loading, no_space, busy or closing."""
-
-    def queue_full(self, nbytes: int) -> bool:
-        """Whether a write of this size must wait for others to become durable."""
-        return self._queued > 0 and self._queued + nbytes > self._queue_bytes
-
-    def caches(self) -> dict[int, CacheRecord]:
-        """The caches that have, or may get, runs here."""
-        return dict(self._ledger.caches)
 
     # -- caches and epochs --------------------------------------------------------------------------------------
 
@@ -262,6 +259,26 @@ class DiskTier(Gauges):
         op.finish = partial(self._written, run, writing, done)
         self._queued += size
         self._commits.submit(op)
+        if self._compress:
+            self._packing.add(writing)
+            layouts, packed = packed_layouts(run.layouts), partial(self._packed, run, writing)
+            self._lanes.submit(Packing(items, layouts, self._post, packed, writing.drop), urgent=False)
+        else:
+            self._lanes.submit(writing, urgent=False)
+
+    def _packed(self, run: Run, writing: Writing, frames: Sequence[Frame | None]) -> None:
+        """Its items are packed, where that pays: give those smaller cells, and write."""
+        if writing not in self._packing:
+            return  # dropped: the tier closes
+        self._packing.discard(writing)
+        pairs = list(zip(writing.items, frames, strict=True))
+        if sizes := {(item.page, item.group): frame.size for item, frame in pairs if frame is not None}:
+            placed = self._ledger.repack(run, sizes)
+            writing.items = [repacked(run, item, frame) for item, frame in pairs]
+            writing.op.changes = [Change(b"runs", run.key, encode_run(run, placed))]
+            full = sum(run.layouts[item.group % run.groups].blocks for item in writing.items)
+            kept = sum(run.layouts[item.group].blocks for item in writing.items)
+            self._health.count(packed_bytes_saved=(full - kept) * BLOCK)
         self._lanes.submit(writing, urgent=False)
 
     def _written(self, run: Run, writing: Writing, done: Done, error: str) -> None:
@@ -352,11 +369,7 @@ class DiskTier(Gauges):
         if committed:
             self._ledger.settle_doubts()
 
-    # -- checking and closing -----------------------------------------------------------------------------------
-
-    def check(self) -> list[str]:
-        """Every disagreement between runs, cells and counts; empty when all is well. Loading must have ended."""
-        return self._ledger.check()
+    # -- closing -----------------------------------------------------------------------------------
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Finish what is under way, commit what is ready, refuse the rest; blocks, at most a few timeouts."""
@@ -366,6 +379,9 @@ class DiskTier(Gauges):
         self._relocator.close()
         idle = self._reads.close(timeout_s)
         ended = self._lanes.close(timeout_s) and idle
+        packing, self._packing = self._packing, set()
+        for writing in packing:
+            writing.drop()
         committed = self._commits.close(timeout_s)
         self._completions.finish()
         if committed:

@@ -7,6 +7,7 @@ from kvtier.tiers.cells import BLOCK, Cells
 from kvtier.tiers.commits import Commits
 from kvtier.tiers.health import Health
 from kvtier.tiers.ledger import Ledger
+from kvtier.tiers.records import CacheRecord
 from kvtier.tiers.relocate import Relocator
 
 
@@ -22,6 +23,7 @@ class Gauges:
     _closing: bool
     _loaded: bool
     _queued: int
+    _queue_bytes: int
 
     @property
     def state(self) -> str:
@@ -73,3 +75,15 @@ class Gauges:
         counts["parked_bytes"] = self._cells.parked * BLOCK
         counts["catalogue_bytes"] = self._catalogue.used_bytes
         return counts
+
+    def queue_full(self, nbytes: int) -> bool:
+        """Whether a write of this size must wait for others to become durable."""
+        return self._queued > 0 and self._queued + nbytes > self._queue_bytes
+
+    def caches(self) -> dict[int, CacheRecord]:
+        """The caches that have, or may get, runs here."""
+        return dict(self._ledger.caches)
+
+    def check(self) -> list[str]:
+        """Every disagreement between runs, cells and counts; empty when all is well. Loading must have ended."""
+        return self._ledger.check()

@@ -147,7 +147,7 @@ class Relocator:
             return False
         value = self._catalogue.run(run.key)
         try:
-            found = decode_run(run.key, value or b"", {run.cache: run.layouts})
+            found = decode_run(run.key, value or b"", {run.cache: run.layouts[: run.groups]})
         except Damaged:
             found = None
         if found is None:
