@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from host_rivals import LMCACHE
 from measure import Bench, RivalFailed, Samples, Subject, interleave, skipped
 from rival import Rival, Running
 
 RIVALS = (
     Rival("lifeboatcache 0.1.11 + BLAKE3", "lifeboat", "disk_lifeboat.py", (("lifeboatcache==0.1.11", "blake3"),)),
     Rival("vLLM 0.33 fs tier", "vllm-fs", "disk_vllm.py", (("--no-deps", "vllm==0.33.0"),)),
+    Rival("LMCache 0.5.6 fs_native O_DIRECT", "lmcache", "disk_lmcache.py", LMCACHE),
 )
 
 

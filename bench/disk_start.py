@@ -52,6 +52,7 @@ def catalogue_of(home: Path, spec: CacheSpec, pages: int, seed: int) -> bytes:
         Change(b"meta", VERSION_KEY, encode_version(Version(2, SLAB, 2))),
     ]
     keys: list[bytes] = []
+    whole = b""
     parent = b""
     for number in range(1, pages // RUN + 1):
         depth = (number - 1) % PROMPT_RUNS
@@ -62,6 +63,7 @@ def catalogue_of(home: Path, spec: CacheSpec, pages: int, seed: int) -> bytes:
         run.chains = chain_keys(run.parent, run.keys, stride)
         parent = run.chains[-16:]
         keys = [*keys, run.keys] if depth else [run.keys]
+        whole = b"".join(keys) if depth == PROMPT_RUNS - 1 or not whole else whole
         placed = [Placed((1 << RUN) - 1, [Span((number - 1) * RUN, 1, RUN)], array("Q", random.bytes(8 * RUN)))]
         place(run, placed)
         changes.append(Change(b"runs", run.key, encode_run(run, placed)))
@@ -70,7 +72,7 @@ def catalogue_of(home: Path, spec: CacheSpec, pages: int, seed: int) -> bytes:
             changes = []
     catalogue.commit(changes)
     catalogue.close()
-    return b"".join(keys)
+    return whole
 
 
 class Peer:
