@@ -25,7 +25,8 @@ from kvtier.types import align_up
 IO_BYTES: Final = 4 << 20
 """No single call moves more, so that a waiting read is never far behind a write."""
 SMALL_IO_BYTES: Final = 512 << 10
-SHARES: Final = 12
+SHARES: Final = 4
+"""Calls that a transfer is cut into: fewer would leave lanes idle, more cost a thread's waking each."""
 IO_VIEWS: Final = 512
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -93,6 +94,11 @@ class Scratch:
             np.copyto(view, buffer)
 
 
+def _fits(view: View) -> bool:
+    """Whether O_DIRECT takes a view as it is."""
+    return view.size % BLOCK == 0 and view.__array_interface__["data"][0] % BLOCK == 0
+
+
 def _aligned(view: View, scratch: Scratch) -> Iterator[View]:
     """Views that O_DIRECT takes, covering this one and its padding."""
     whole = view.size - view.size % BLOCK
@@ -105,9 +111,12 @@ def _aligned(view: View, scratch: Scratch) -> Iterator[View]:
 
 
 def pieces(
-    views: Iterable[View], cells: Sequence[int], cell_bytes: int, owner: int, scratch: Scratch
+    views: Sequence[View], cells: Sequence[int], cell_bytes: int, owner: int, scratch: Scratch
 ) -> Iterator[Piece]:
     """The bytes of one item, cut where either its memory or its cells end."""
+    if len(cells) == 1 and len(views) == 1 and views[0].size <= IO_BYTES and _fits(views[0]):
+        yield Piece(cells[0] * BLOCK, views[0], owner)
+        return
     at, end, cell = 0, 0, -1
     for whole in views:
         for view in _aligned(whole, scratch):
