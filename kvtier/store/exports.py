@@ -15,8 +15,8 @@ from kvtier.store.cache import Cache
 from kvtier.store.loads import Missing
 from kvtier.store.operate import turns
 from kvtier.store.parts import Parts
-from kvtier.store.persist import names
 from kvtier.store.prompts import cache_of, peek, resolve
+from kvtier.store.runs import names_of
 from kvtier.store.visits import Visits
 from kvtier.tiers.disk import DiskTier
 from kvtier.types import NO_COPY, RUN_PAGES, Code, KvtierError, Tier
@@ -154,7 +154,7 @@ class Exports:
             plan = [copy for copy in plan if copy.item.page < pages]
             payload = payload[: sum(cache.item_bytes[copy.item.group] for copy in plan)]
         if plan:
-            keys, _, parent = names(cache, node, first, first + pages)
+            keys, _, parent = names_of(cache, node, first, first + pages)
             run = archive.Run(parent, keys, tuple(copy.item for copy in plan))
             export.ready.append(memoryview(archive.record(archive.RUN, run, payload.nbytes, cache.id)))
             export.ready.append(memoryview(payload.data))
