@@ -154,7 +154,7 @@ class Restore:
             return False
         if len(self._sought) < MOST_SOUGHT:
             self._sought.add((cache.disk, name))  # nothing is written to disk meanwhile: no more will be there
-        found = disk.seek(cache.disk, depth, name, first)
+        found = disk.seek(cache.disk, depth, parent, first)
         for run in found:
             self._graft(cache, run)
             run.keys = run.chains = b""

@@ -181,19 +181,20 @@ class DiskTier(Gauges):
         if self._strays:
             self._submit(self._strays)
 
-    def seek(self, cache: int, depth: int, name: bytes, first: bytes) -> list[Run]:
-        """While loading: runs of a cache with this depth and name whose first page key is `first`.
+    def seek(self, cache: int, depth: int, parent: bytes, first: bytes) -> list[Run]:
+        """While loading: runs of a cache that begin with this page key, at this depth below this parent.
 
         `load` passes over what was found here. The caller clears the keys and chains of the runs.
         """
         if self._loaded:
             return []
+        name = name_of(parent, first)
         found = []
         for key, value, mask in self._catalogue.runs_at(run_prefix(depth, name)):
             number = run_number(key)
             if number not in self._early and number not in self._ledger.runs:
                 with contextlib.suppress(Damaged):  # load will meet it
-                    if run := self._ledger.restore(key, value, mask, cache, first):
+                    if run := self._ledger.restore(key, value, mask, cache, parent, first):
                         self._early.add(number)
                         found.append(run)
         return found

@@ -295,14 +295,19 @@ class Ledger:
 
     # -- loading ------------------------------------------------------------------------------------------------
 
-    def restore(self, key: bytes, value: bytes, mask: bytes | None, cache: int = 0, first: bytes = b"") -> Run | None:
+    def restore(
+        self, key: bytes, value: bytes, mask: bytes | None, cache: int = 0, parent: bytes = b"", first: bytes = b""
+    ) -> Run | None:
         """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right.
 
-        With a cache given: None, too, where it is of another one or does not begin with `first`.
+        With a cache given: None, too, where it is of another one, or below another parent, or begins with another page.
         """
         self.next_run = max(self.next_run, run_number(key) + 1)
         found = decode_run(key, value, self._layouts)
-        if found is None or (cache and (found[0].cache != cache or not found[0].keys.startswith(first))):
+        if found is None:
+            return None
+        asked = found[0].cache == cache and found[0].parent == parent and found[0].keys.startswith(first)
+        if cache and not asked:
             return None
         run, spans = found
         if mask is not None:
