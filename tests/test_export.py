@@ -350,6 +350,8 @@ def test_kvtierctl_carries_a_cache_between_daemons(tmp_path: Path) -> None:
         before = file.read_bytes()
         assert ctl(a, "export", file, "--cache", "zz").exit_code == 1
         assert file.read_bytes() == before
+        nowhere = ctl(a, "export", tmp_path / "no" / "where.kv", "--cache", cache.cache_id.hex()[:8])
+        assert (nowhere.exit_code, "that can be written" in nowhere.output) == (1, True)
         assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "cache.kv"}
     with Daemon(tmp_path / "b", host="64MiB", disk="128MiB") as b, Client(b.socket, instance="e", verify="always") as e:
         hurt = bytearray(before)

@@ -34,12 +34,16 @@ def export(call: Call, show: bool, file: Path, of: wire.Prompt) -> Data:
     with call.admin(WAIT_S) as admin:
         begun: Data = admin.ask(wire.Export(of), wire.Info).data
         try:
-            with open(part, "wb", opener=_private) as out:
+            with _naming(file):
+                out = open(part, "wb", opener=_private)  # noqa: SIM115 - its opener; closed below
+            with out:
                 size = _fetch(admin, int(begun["export"]), out)
-                out.flush()
-                os.fsync(out.fileno())
-            part.replace(file)
-            _sync(file.parent)
+                with _naming(file):
+                    out.flush()
+                    os.fsync(out.fileno())
+            with _naming(file):
+                part.replace(file)
+                _sync(file.parent)
         except BaseException:
             part.unlink(missing_ok=True)
             with contextlib.suppress(OSError, EOFError):
@@ -50,6 +54,15 @@ def export(call: Call, show: bool, file: Path, of: wire.Prompt) -> Data:
     if show:
         views.one("exported", data)
     return data
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """What goes wrong with the file is about the file, not about the daemon."""
+    try:
+        yield
+    except OSError as exc:
+        raise bad(str(file), f"a file that can be written ({exc.strerror})") from None
 
 
 def _private(path: str, flags: int) -> int:
@@ -70,7 +83,8 @@ def _fetch(admin: Admin, number: int, out: BinaryIO) -> int:
     size, last = 0, False
     while not last:
         chunk = admin.ask(wire.ExportNext(number), wire.Chunk)
-        size += out.write(chunk.data)
+        with _naming(Path(out.name)):
+            size += out.write(chunk.data)
         last = chunk.last
     return size
 
