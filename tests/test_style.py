@@ -29,7 +29,8 @@ LAYERS = (
 
 SUBPARTS = {
     "radix": "index", "keyed": "index", "groups": "index", "leaves": "index",
-    "limits": "tiers", "units": "types", "frames": "wire", "config": "daemon", "companions": "daemon", "live": "daemon",
+    "limits": "tiers", "units": "types", "frames": "wire", "archive": "wire",
+    "config": "daemon", "companions": "daemon", "live": "daemon",
 }  # fmt: skip
 """Modules that belong to a part without being named like it."""
 
