@@ -45,6 +45,14 @@ def digests(items: Sequence[Views]) -> list[int]:
     return [digest(views) for views in items]
 
 
+def row_digests(stride: int, size: int, blocks: Sequence[Any]) -> list[int]:
+    """Checksums of items of `size` bytes that lie `stride` apart in each block."""
+    one = xxhash.xxh3_64_intdigest
+    return [
+        one(data[at : at + size]) for block in blocks for data in [block.data] for at in range(0, len(data), stride)
+    ]
+
+
 def copy_items(pairs: Sequence[tuple[Views, Views]]) -> None:
     """Copy items slot to slot: (source, destination) each."""
     for source, destination in pairs:
@@ -151,9 +159,12 @@ class Mover:
 
     async def checksums(self, items: list[Views], item_bytes: int) -> list[int]:
         """xxh3-64 of each item of `item_bytes` bytes."""
-        if len(items) * item_bytes <= INLINE_BYTES:
-            return digests(items)
         parts = await self.share(digests, batches(items, lambda _: item_bytes))
+        return [total for part in parts for total in part]
+
+    async def row_checksums(self, blocks: list[Any], stride: int, size: int) -> list[int]:
+        """The same of items that lie `stride` apart in each block."""
+        parts = await self.share(row_digests, batches(blocks, len), stride, size)
         return [total for part in parts for total in part]
 
     def close(self) -> None:

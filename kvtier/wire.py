@@ -21,6 +21,10 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<IBBHQ")
 MAX_BODY: Final = 64 << 20
 MAX_NAME: Final = 128
+MAX_KEYS: Final = 512
+"""Opaque keys of one request: some milliseconds in which the daemon serves nobody else."""
+MAX_ASKED: Final = 4096
+"""The same of Exists, which costs a fraction of that a key."""
 ARENA_SHIFT: Final = 44
 """An address is arena number << ARENA_SHIFT | byte offset in that arena."""
 
@@ -99,10 +103,10 @@ class Open(Message):
 
     spec: CacheSpec
     rank: int = -1
-    """-1: this process only matches, or holds whole pages; else which of `world` shards."""
+    """Which of `world` workers; -1: a scheduler, or an engine of one process, which writes what it reserves itself."""
     world: int = 1
     slices: tuple[Slice, ...] = ()
-    """One per group; empty means whole items. Ranks with equal slices are replicas: one copy is stored."""
+    """One per group; empty means whole items. Workers with equal slices are replicas: one of them writes."""
     epoch: int = 0
     """The newest epoch this engine knows; an older one here moves up to it."""
 
@@ -122,6 +126,8 @@ class Opened(Message):
     cache_id: bytes
     epoch: int
     groups: tuple[GroupInfo, ...]
+    writes_above: int = -1
+    """This process writes its shard of others' reservations with higher numbers; -1: a replica does, or none."""
 
 
 class Reset(Message):
@@ -238,6 +244,8 @@ class Reserved(Message):
     items: tuple[Items, ...] = ()
     refused: str = ""
     """Why fewer pages than asked: a types.Code."""
+    writes: bool = True
+    """Whether who reserved writes them; false for a scheduler beside workers."""
 
 
 class Commit(Message):

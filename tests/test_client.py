@@ -247,6 +247,18 @@ def test_ranks_write_and_read_their_slices_of_one_page(daemon):
                 assert np.array_equal(out, whole[:, head : head + 1])
 
 
+def test_existence_of_many_keys_is_asked_in_as_many_requests_as_it_takes(client):
+    """The daemon answers a bounded number of keys at a time, the client any number; leases are bounded by name."""
+    cache, many = client.open(KEYED), RNG.bytes(16 * (2 * wire.MAX_ASKED + 1))
+    with cache.reserve_keys(0, many[-16:], wait_ms=5000) as held:
+        assert held.write(0, 0, content(1, KEYED.groups[0].item_bytes))
+        assert held.commit() == 1
+    states = cache.exists(0, many)
+    assert states == bytes(2 * wire.MAX_ASKED) + bytes([Presence.HOST])
+    with pytest.raises(KvtierError, match=f"1..{wire.MAX_KEYS} keys"):
+        cache.acquire_keys(0, many)
+
+
 def test_polls_send_only_new_keys(client):
     """A path grows by its handle; the daemon sees every page once."""
     cache = client.open(SPEC)
@@ -386,9 +398,9 @@ def test_pipelined_requests_are_answered_by_ticket(client):
 def test_large_requests_and_replies_pipelined_do_not_wait_for_each_other(client):
     """Both directions full: the client reads while it sends."""
     cache = client.open(KEYED)
-    asked = RNG.bytes(16 * 60_000)
-    tickets = [client.submit(wire.Exists(cache._number, 0, asked), wire.Existence) for _ in range(40)]
-    assert all(client.wait(ticket, 10.0).states == bytes(60_000) for ticket in tickets)
+    asked = RNG.bytes(16 * wire.MAX_ASKED)
+    tickets = [client.submit(wire.Exists(cache._number, 0, asked), wire.Existence) for _ in range(600)]
+    assert all(client.wait(ticket, 10.0).states == bytes(wire.MAX_ASKED) for ticket in tickets)
 
 
 # -- faults of the program -----------------------------------------------------------------------------------------
@@ -907,7 +919,7 @@ async def test_a_cancelled_load_fences_its_rows_until_the_daemons_word(daemon, m
 async def test_async_processes_of_an_instance_share_what_one_holds(daemon):
     """A lease and a reservation taken by one are read and filled by another."""
     async with AsyncClient(daemon.socket, instance="pair") as one, AsyncClient(daemon.socket, instance="pair") as two:
-        mine, theirs = await one.open(SPEC), await two.open(SPEC)
+        mine, theirs = await one.open(SPEC), await two.open(SPEC, rank=0)
         reserved = await (await mine.match(keys(1))).reserve(0, 1)
         filled = await theirs.adopt(reserved.share())
         assert filled.write(0, 0, content(0, FULL.item_bytes))

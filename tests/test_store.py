@@ -174,16 +174,17 @@ async def test_tp4_writes_what_tp8_reads_and_a_page_is_a_hit_only_when_every_sha
 
 
 async def test_replicas_store_one_copy() -> None:
-    """Ranks with equal slices (few KV heads, MLA) are one shard: either may write it."""
+    """Ranks with equal slices (few KV heads, MLA) are one shard: who reserved writes it, the other's word is idle."""
     keys = tokens(1)
     async with storing(None) as store:
         a, b = Engine(store, pid=1), Engine(store, pid=2)
         await a.open(spec(), rank=0, world=2)
         await b.open(spec(), rank=1, world=2)
         reserved = await a.reserve(keys)
-        b.write(keys, reserved)
-        assert (await b.call(wire.Commit(reserved.reservation, 0, 1))).published == 1
+        assert (await b.call(wire.Commit(reserved.reservation, 0, 1))).published == 0
+        a.write(keys, reserved)
         assert (await a.call(wire.Commit(reserved.reservation, 0, 1))).published == 1
+        assert (await b.call(wire.Commit(reserved.reservation, 0, 1))).published == 1
         assert await a.get(keys) == 1
 
 

@@ -29,11 +29,18 @@ class OpenCache:
         self.cache_id = b""
         """32 bytes; empty until the daemon was reached."""
         self.groups: tuple[wire.GroupInfo, ...] = ()
+        self.writes_above = -1
+        """This process writes its shard of others' reservations with higher numbers; -1: of none."""
         self._open = (rank, world, slices)
         self._joined: Joined | None = None
         self._number = 0
         self._owed = False
         """A reset was asked for before the daemon could say which epoch it is in."""
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """The part of each group's items that this process holds; empty: whole items."""
+        return self._open[2]
 
     def slice_of(self, group: int) -> Slice | None:
         """The part of each item that this process writes; None: whole items."""
@@ -59,6 +66,7 @@ class OpenCache:
     def _opened(self, joined: Joined, opened: wire.Opened) -> None:
         """Remember what the daemon said."""
         self._number, self.cache_id, self.groups = opened.cache, opened.cache_id, opened.groups
+        self.writes_above = opened.writes_above
         self.epoch = max(self.epoch, opened.epoch)
         self._joined, self._owed = joined, False
 
@@ -80,10 +88,13 @@ class OpenCache:
         return True
 
     def _existing(self, group: int, keys: bytes) -> Steps[bytes]:
-        """Presence of opaque keys."""
+        """Presence of opaque keys, as many a request as the daemon takes."""
         joined, number = yield from self.entering()
-        reply = yield Call(joined, wire.Exists(number, group, keys), wire.Existence)
-        return cast("wire.Existence", reply).states
+        step, states = wire.MAX_ASKED * self.spec.key_bytes, []
+        for at in range(0, max(1, len(keys)), step):
+            reply = yield Call(joined, wire.Exists(number, group, keys[at : at + step]), wire.Existence)
+            states.append(cast("wire.Existence", reply).states)
+        return b"".join(states)
 
     def _acquiring_keys(self, group: int, keys: bytes, wait_ms: int) -> Steps[tuple[Joined, wire.Acquired]]:
         """Lease opaque keys."""

@@ -29,6 +29,8 @@ class Share(msgspec.Struct, forbid_unknown_fields=True):
     start: int
     lease: wire.Acquired | None = None
     reservation: wire.Reserved | None = None
+    slices: tuple[Slice, ...] = ()
+    """What who reserved holds: nobody else writes that, if it writes at all (`reservation.writes`)."""
 
 
 def shared(raw: bytes, cache: OpenCache) -> Share:
@@ -39,7 +41,15 @@ def shared(raw: bytes, cache: OpenCache) -> Share:
         raise bad("share", f"what share() returned ({exc})") from None
     if cache.cache_id != share.cache_id:
         raise bad("share", "a lease or reservation of this cache and epoch")
+    if share.reservation is not None:
+        share.reservation = msgspec.structs.replace(share.reservation, writes=_writes(share, share.reservation, cache))
     return share
+
+
+def _writes(share: Share, told: wire.Reserved, cache: OpenCache) -> bool:
+    """Whether this process, and no replica of it, writes its shard of what another has reserved."""
+    taken = told.writes and share.slices in ((), cache.slices)
+    return not taken and -1 < cache.writes_above < told.reservation
 
 
 class HeldLease(Slots):
@@ -178,6 +188,8 @@ class HeldReservation(Slots):
         """Pages granted, from `start` on."""
         self.refused = reply.refused
         """Why fewer than asked; empty where all were granted."""
+        self.writes = reply.writes
+        """Whether this process writes its shard; else another does, and what is written here is skipped."""
         self.waiting = 0
         """Complete pages that wait for a parent, as of the last commit."""
         self._committed = bytearray(self.pages)
@@ -188,11 +200,11 @@ class HeldReservation(Slots):
 
     def share(self) -> bytes:
         """For another process of this instance to `adopt`: it writes and commits its own shard."""
-        reply = wire.Reserved(self.number, self.pages, self._items, self.refused)
-        return msgspec.msgpack.encode(Share(self.cache.cache_id, self.start, None, reply))
+        reply = wire.Reserved(self.number, self.pages, self._items, self.refused, self.writes)
+        return msgspec.msgpack.encode(Share(self.cache.cache_id, self.start, None, reply, self.cache.slices))
 
     def view(self, group: int, page: int) -> Bytes | None:
-        """The slot to write, for items of one slot; None where the item is already stored."""
+        """The slot to write, for items of one slot; None where the item is stored, or written by another process."""
         item = self._open_item(group, page)
         if item is not None and len(item[0].pieces) > 1:
             raise bad("group", "items of one slot; use write", group)
@@ -201,7 +213,7 @@ class HeldReservation(Slots):
     def write(self, group: int, page: int, data: Data | Parts) -> bool:
         """Copy in an item: this process's slice of it, or the whole where it opened without slices.
 
-        False: it is already stored, or the reservation is lost; nothing was written.
+        False: it is already stored, or another process writes it, or the reservation is lost; nothing was written.
         """
         item = self._open_item(group, page)
         if item is None:
@@ -214,7 +226,7 @@ class HeldReservation(Slots):
         return not self.lost
 
     def write_pages(self, group: int, first: int, data: Bytes) -> bool:
-        """Copy in the items of pages from `first` on, each a row of `data`; those that are stored are skipped.
+        """Copy in the items of pages from `first` on, each a row of `data`; what is stored or another's is skipped.
 
         Rows hold what `write` takes: whole items, or this process's slices. For many small pages this costs a fraction
         of as many `write`s. False: the reservation is lost, or some of the pages are not of it or are committed.
@@ -224,6 +236,8 @@ class HeldReservation(Slots):
         at = first - self.start
         if self.lost or at < 0 or at + len(data) > self.pages or any(self._committed[at : at + len(data)]):
             return False
+        if not self.writes:
+            return True
         if self.cache.groups[group].slots_per_item > 1 or part is not None:
             for row, item in enumerate(data):
                 self.write(group, first + row, item)
@@ -254,7 +268,7 @@ class HeldReservation(Slots):
     def _open_item(self, group: int, page: int) -> tuple[Item, int] | None:
         """The item, unless it was committed: its bytes never change after that."""
         at = page - self.start
-        if self.lost or not 0 <= at < len(self._committed) or self._committed[at]:
+        if not self.writes or self.lost or not 0 <= at < len(self._committed) or self._committed[at]:
             return None
         return self._item(group, page)
 

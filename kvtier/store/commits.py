@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Iterable
 
-from kvtier.mover import INLINE_BYTES, digest, drained
+from kvtier.mover import BATCH_BYTES, INLINE_BYTES, digest, drained
+from kvtier.store.cache import Cache
 from kvtier.store.instance import Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
@@ -68,10 +70,18 @@ class Commits:
         """Checksums by (group, position)."""
         sums: dict[tuple[int, int], int] = {}
         for group in {g for g, _, _ in items}:
-            mine = [(at, res.cache.views(group, h)) for g, at, h in items if g == group]
-            found = await self.parts.mover.checksums([v for _, v in mine], res.cache.item_bytes[group])
-            sums.update({(group, at): total for (at, _), total in zip(mine, found, strict=True)})
+            mine = [(group, at) for g, at, _ in items if g == group]
+            handles = array("q", [h for g, _, h in items if g == group])
+            sums.update(zip(mine, await self._group_sums(res.cache, group, handles), strict=True))
         return sums
+
+    async def _group_sums(self, cache: Cache, group: int, handles: array[int]) -> list[int]:
+        """Checksums of items of one group."""
+        mover, size = self.parts.mover, cache.item_bytes[group]
+        if cache.shape.slots_per_item[group] > 1:
+            return await mover.checksums([cache.views(group, h) for h in handles], size)
+        blocks = cache.pool.blocks(group, handles, BATCH_BYTES)
+        return await mover.row_checksums(blocks, cache.shape.slot_bytes[group], size)
 
     def _serve(self, res: Reservation, positions: list[int], sums: dict[tuple[int, int], int] | None) -> Committed:
         """Publish what is complete, here and in reservations that waited for it."""
@@ -137,7 +147,7 @@ class Commits:
             return False
         if res.waiting and not res.cache.spec.keyed and not self._fed(res):
             res.abandon(complete=True)
-        return res.settled or ((res.dead or res.stuck) and self._quiet(res))
+        return res.settled or ((res.dead or res.stuck) and not res.writable)
 
     def _end(self, res: Reservation) -> None:
         """Its slots return; what waited for pages that it gave up ends too."""
@@ -169,18 +179,13 @@ class Commits:
     # -- giving up ---------------------------------------------------------------------------------------------
 
     def abort(self, process: Process, msg: Abort) -> Ok:
-        """The process writes no more; when no other may either, the slots return."""
+        """The process writes no more; when no other writer may either, the slots return."""
         res = self._find(process, msg.reservation)
         if res is not None:
             res.acks.add(process)
             res.abandon()
             self._finish(res)
         return Ok()
-
-    @staticmethod
-    def _quiet(res: Reservation) -> bool:
-        """Whether every process that could write into the reservation said that it will not."""
-        return not any(res.writable(p) for p in res.instance.processes if res.cache.number in p.ranks)
 
     def process_gone(self, process: Process) -> None:
         """A dead process writes no more: aborted reservations that waited for its word may end."""

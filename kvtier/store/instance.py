@@ -54,6 +54,15 @@ class Rank(NamedTuple):
 
     bit: int
     slices: tuple[Slice, ...]
+    worker: bool
+    """Has a rank or slices: writes what others of its instance reserve."""
+
+
+class Writer(NamedTuple):
+    """The replica that writes a shard of reservations with numbers above `above`: earlier ones had another."""
+
+    process: Process
+    above: int
 
 
 class Process:
@@ -96,6 +105,9 @@ class Instance:
         self.regions: dict[int, Region] = {}
         self.shards: dict[int, list[Rank]] = {}
         """Cache number -> the distinct shards seen; a page is complete when they cover it."""
+        self.writers: dict[tuple[int, int], Writer] = {}
+        """(cache number, shard bit) -> the one of its replicas that writes: two would race, the slower into slots that
+        were served and given away meanwhile."""
 
     def charge(self, cost: int) -> None:
         """Count bytes against the cap; raises over_cap."""
@@ -144,12 +156,16 @@ class Instance:
     def join_shard(self, cache: Cache, msg: Open) -> Rank:
         """The shard a process declares, checked against the others of the instance; WHOLE without slices.
 
-        Equal slices are replicas of one shard: one copy is stored, any of them may write it.
+        Equal slices are replicas of one shard: one copy is stored, and one of them writes it.
         """
         slices = msg.slices or tuple(Slice(0, g.layers, 0, g.heads) for g in cache.spec.groups)
         check_slices(cache.spec, msg, slices)
+        if not msg.slices and msg.rank < 0:
+            return Rank(WHOLE, slices, worker=False)
+        if any(bit == WHOLE if msg.slices else bit != WHOLE for bit in self.working(cache.number)):
+            raise bad("slices", "slices where the instance's other ranks have them, none where they have none", slices)
         if not msg.slices:
-            return Rank(WHOLE, slices)
+            return Rank(WHOLE, slices, worker=True)
         known = self.shards.setdefault(cache.number, [])
         for rank in known:
             if rank.slices == slices:
@@ -158,9 +174,32 @@ class Instance:
                 raise bad("slices", "slices that equal or do not overlap those of the instance's other ranks", slices)
         if len(known) >= 63:
             raise bad("slices", "at most 63 distinct shards an instance")
-        rank = Rank(1 << len(known), slices)
+        rank = Rank(1 << len(known), slices, worker=True)
         known.append(rank)
         return rank
+
+    def working(self, cache: int) -> set[int]:
+        """Shard bits of a cache that a worker which is still there writes."""
+        return {bit for (number, bit), w in self.writers.items() if number == cache and w.process in self.processes}
+
+    def appoint(self, process: Process, cache: int, newest: int) -> int:
+        """Let a worker write its shard if nobody does. Above which reservation number it writes, -1: not at all.
+
+        `newest` is higher than every number given so far: what an earlier writer may still write stays its own.
+        """
+        rank = process.ranks[cache]
+        if not rank.worker:
+            return -1
+        now = self.writers.get((cache, rank.bit))
+        if now is None or now.process.left or now.process not in self.processes:
+            now = self.writers[cache, rank.bit] = Writer(process, 0 if now is None else newest)
+        return now.above if now.process is process else -1
+
+    def inherit(self, old: int, new: int) -> None:
+        """The workers of a cache write the same shards of its next epoch."""
+        for (number, bit), writer in list(self.writers.items()):
+            if number == old:
+                self.writers.setdefault((new, bit), writer)
 
     def in_use(self, caches: Mapping[int, Cache]) -> set[int]:
         """Numbers of the caches that it has open; old epochs end where all is let go and a newer one is open."""
@@ -174,6 +213,7 @@ class Instance:
                     del process.ranks[cache.number]
         used = {number for process in self.processes for number in process.ranks}
         self.shards = {number: ranks for number, ranks in self.shards.items() if number in used}
+        self.writers = {(number, bit): w for (number, bit), w in self.writers.items() if number in used}
         return used
 
     def complete_mask(self, cache: Cache) -> int:

@@ -12,9 +12,7 @@ from kvtier.store.loads import Missing
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import SETTLED, Reservation
 from kvtier.types import NO_COPY, Code, Presence, Tier, bad
-from kvtier.wire import Acquired, AcquireKeys, Existence, Exists, Items, Reserved, ReserveKeys
-
-MAX_KEYS = 1 << 16
+from kvtier.wire import MAX_ASKED, MAX_KEYS, Acquired, AcquireKeys, Existence, Exists, Items, Reserved, ReserveKeys
 
 
 class Keys:
@@ -23,7 +21,9 @@ class Keys:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    def names(self, process: Process, number: int, group: int, keys: bytes) -> tuple[Cache, list[bytes]]:
+    def names(
+        self, process: Process, number: int, group: int, keys: bytes, most: int = MAX_KEYS
+    ) -> tuple[Cache, list[bytes]]:
         """The cache and the index names of concatenated keys; raises bad_request or unknown."""
         cache = self.parts.opened(process, number)
         if not cache.spec.keyed:
@@ -31,13 +31,13 @@ class Keys:
         if not 0 <= group < cache.index.groups:
             raise bad("group", f"0..{cache.index.groups - 1}", group)
         size = cache.spec.key_bytes
-        if len(keys) % size or len(keys) > size * MAX_KEYS:
-            raise bad("keys", f"1..{MAX_KEYS} keys of {size} bytes", len(keys))
+        if len(keys) % size or len(keys) > size * most:
+            raise bad("keys", f"1..{most} keys of {size} bytes", len(keys))
         return cache, [cache.keyed.name(group, keys[at : at + size]) for at in range(0, len(keys), size)]
 
     def exists(self, process: Process, msg: Exists) -> Existence:
         """One Presence byte per key."""
-        cache, names = self.names(process, msg.cache, msg.group, msg.keys)
+        cache, names = self.names(process, msg.cache, msg.group, msg.keys, MAX_ASKED)
         found = cache.keyed.find
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
         cache.counts["keys_asked"] += len(names)
@@ -122,20 +122,20 @@ class Keys:
         need = self.lack(process.instance, cache, names)
         got = cache.pool.alloc(msg.group, need)
         if len(got) == need:
-            return self.fill(process.instance, cache, names, msg.group, got, "")
+            return self.fill(process, cache, names, msg.group, got, "")
         cache.free_host(msg.group, got)
-        return self._reserve_later(process.instance, cache, names, msg.group, deadline)
+        return self._reserve_later(process, cache, names, msg.group, deadline)
 
     async def _reserve_later(
-        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+        self, process: Process, cache: Cache, names: list[bytes], group: int, deadline: float
     ) -> Reserved:
         needs = [0] * cache.index.groups
-        needs[group] = self.lack(instance, cache, names)
+        needs[group] = self.lack(process.instance, cache, names)
         got = await self.parts.space.take(cache, needs, deadline)
-        if cache.retired or instance.gone:
+        if cache.retired or process.instance.gone:
             self.parts.space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        return self.fill(instance, cache, names, group, got[group], Code.NO_SPACE)
+        return self.fill(process, cache, names, group, got[group], Code.NO_SPACE)
 
     @staticmethod
     def lack(instance: Instance, cache: Cache, names: list[bytes]) -> int:
@@ -144,10 +144,10 @@ class Keys:
         return min(absent, instance.room() // cache.slot_cost(names[0][0])) if names else 0
 
     def fill(
-        self, instance: Instance, cache: Cache, names: list[bytes], group: int, got: array[int], short: str
+        self, process: Process, cache: Cache, names: list[bytes], group: int, got: array[int], short: str
     ) -> Reserved:
         """Make the reservation of as many leading keys as the slots cover."""
-        now = self.parts.now()
+        now, instance = self.parts.now(), process.instance
         row: list[int] = []
         used = 0
         refused = ""
@@ -169,11 +169,11 @@ class Keys:
             cache.index.lease(node)
         handles = [array("q", [NO_COPY]) * len(row) for _ in range(cache.index.groups)]
         handles[group] = array("q", row)
-        res = Reservation(next(self.parts.numbers), cache, instance, nodes, 0, handles)
+        res = Reservation(next(self.parts.numbers), cache, process, nodes, 0, handles)
         res.state[:] = bytes(SETTLED if handle == NO_COPY else 0 for handle in row)
         offsets = cache.pool.offsets(group, handles[group]).tobytes()
         self.parts.admit(res)
-        return Reserved(res.number, len(row), (Items(group, 0, len(row), offsets),), refused)
+        return Reserved(res.number, len(row), (Items(group, 0, len(row), offsets),), refused, res.writes)
 
 
 def host_items(cache: Cache, nodes: list[Node | None], group: int) -> tuple[array[int], array[int]]:

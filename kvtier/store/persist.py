@@ -29,6 +29,7 @@ LATE = "the deadline came before the disk"
 NO_ROOM = "no room on disk"
 GONE = "gone"
 """Why pages were not written that left the index meanwhile: no failure."""
+PUMP_S = 1e-3
 SLICE = 64
 """Nodes looked at before other work on the loop has its turn: about a millisecond."""
 
@@ -72,6 +73,8 @@ class Persist:
         self._writing = 0
         self._moved = asyncio.Event()
         self._syncing = False
+        self._pumping = False
+        """Whether pump is about to run."""
 
     def offer(
         self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None = None
@@ -93,7 +96,7 @@ class Persist:
         self.pending[entry] = None
         self.ending.setdefault(node, []).append(entry)
         self.queued_pages += end - first
-        self.pump()
+        self.pump_soon()
         return True
 
     def _coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
@@ -163,9 +166,20 @@ class Persist:
 
     # -- the way to disk -----------------------------------------------------------------------------------------
 
+    def pump_soon(self) -> None:
+        """Pump when the loop has its next turn."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self.pump)
+
     def pump(self) -> None:
-        """Hand queued pages to the disk tier as long as it takes them."""
+        """Hand queued pages to the disk tier as long as it takes them, and let the loop go on in between."""
+        self._pumping = False
+        late = time.perf_counter() + PUMP_S
         while self.queue:
+            if time.perf_counter() > late:
+                self.pump_soon()
+                return
             entry = self.queue[0]
             if entry.first >= entry.end or entry.node.dead or entry.failed:
                 self.queue.popleft()
@@ -241,7 +255,7 @@ class Persist:
                 self.counts["pages_written_disk"] += end - first
                 self.counts["bytes_host_to_disk"] += sum(entry.cache.item_bytes[i.group] for i in items)
             self._settle(entry, end - first, error)
-            self.pump()
+            self.pump_soon()
 
         return done
 
@@ -291,7 +305,7 @@ class Persist:
         elif not self._writing:  # else what is being written can be evicted soon
             entry.failed = Code.NO_SPACE
             self.counts["refused_disk_no_space"] += entry.end - entry.first
-            asyncio.get_running_loop().call_soon(self.pump)
+            self.pump_soon()
 
     def _synced(self, *_: object) -> None:
         """Freed cells can be used again."""

@@ -172,11 +172,12 @@ class Regions:
         if cache.retired or process.instance.gone:
             self.parts.space.give_back(cache, got)
             return Stored(bytes(len(rows)), Code.UNKNOWN)
-        reply = self.keys.fill(process.instance, cache, names, msg.group, got[msg.group], Code.NO_SPACE)
+        reply = self.keys.fill(process, cache, names, msg.group, got[msg.group], Code.NO_SPACE)
         done = bytearray(b"\1" * reply.pages + bytes(len(rows) - reply.pages))
         res = process.instance.reservations.get(reply.reservation)
         if res is not None:
             done[: res.pages] = bytes(state != OPEN for state in res.state)
+            res.writers = {process.ranks[cache.number].bit: process}  # nobody else was told where the slots are
             await self._read_rows(process, msg, res, rows, done)
         return Stored(bytes(done), reply.refused)
 
@@ -199,7 +200,7 @@ class Regions:
                 res.mark(process, n, 1)
                 done[n] = not res.nodes[n].dead
             res.abandon()
-            res.acks |= res.instance.processes  # none of them was told where the slots are
+            res.acks.add(process)
             answer = self.commits.complete(res, filled, sums=sums)
             assert not asyncio.iscoroutine(answer)
             self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]
@@ -210,6 +211,8 @@ class Regions:
             raise KvtierError(Code.UNKNOWN, f"no reservation {msg.reservation} here", "reservation")
         rows = self._rows(process, msg, res.cache)
         _check_whole(process, res.cache)
+        if res.writer(process.ranks[res.cache.number].bit) is not process:
+            raise bad("reservation", "one that this process writes")
         first = msg.first - res.start
         if first < 0 or first + len(rows) > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", msg.first)

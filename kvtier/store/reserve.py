@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.store.instance import WHOLE, Instance, Process
+from kvtier.store.instance import WHOLE, Process
 from kvtier.types import NO_COPY, Tier
 
 OPEN, HASHING, COMPLETE, SETTLED, ABORTED = range(5)
@@ -21,11 +21,17 @@ class Reservation:
     """Pages [start, start + pages) of a path (or that many keys), with this instance's slots for them."""
 
     def __init__(
-        self, number: int, cache: Cache, instance: Instance, nodes: list[Node], start: int, handles: list[array[int]]
+        self, number: int, cache: Cache, process: Process, nodes: list[Node], start: int, handles: list[array[int]]
     ) -> None:
         self.number = number
         self.cache = cache
-        self.instance = instance
+        self.instance = process.instance
+        rank = process.ranks[cache.number]
+        self.writes = rank.worker or not self.instance.working(cache.number)
+        """Whether who reserved writes its shard; a scheduler beside workers does not."""
+        self.writers: dict[int, Process] = {rank.bit: process} if self.writes else {}
+        """Shard bit -> the only process that writes it; workers that join later are added."""
+        self._decide()
         self.nodes = nodes
         """Token cache: the one node that ends the path. Keyed: one node per key."""
         self.start = start
@@ -58,6 +64,8 @@ class Reservation:
     def mark(self, process: Process, first: int, pages: int) -> list[int]:
         """Note that a process filled its shard of positions [first, first + pages); returns those now complete."""
         rank = process.ranks[self.cache.number]
+        if self.writer(rank.bit) is not process:
+            return []  # a replica writes it
         full = self.instance.complete_mask(self.cache)
         self.committer = process
         out = []
@@ -153,23 +161,32 @@ class Reservation:
 
     def publish_keys(self, positions: list[int], now: float) -> list[int]:
         """Serve complete keys, whatever the others do; returns the positions that are new."""
-        index = self.cache.keyed
-        out = []
-        for at in positions:
-            node = self.nodes[at]
-            if self.state[at] != COMPLETE or node.dead:
-                continue
+        ready = [at for at in positions if self.state[at] == COMPLETE and not self.nodes[at].dead]
+        fresh: list[int] = []
+        known: list[int] = []
+        for at in ready:
+            (known if self.nodes[at].live else fresh).append(at)
+            self.nodes[at].live = 1
+        self._serve_keys(fresh, now)
+        for at in known:
             self.next = at
-            if node.live:
-                self._merge(node, 0)
-            else:
-                self._serve(node, 0, 1)
-                node.live = 1
-                index.fresh(node, now)
-                out.append(at)
-            self.published += 1
-        self.cache.counts["pages_published"] += len(out)
-        return out
+            self._merge(self.nodes[at], 0)
+        self.published += len(ready)
+        self.cache.counts["pages_published"] += len(fresh)
+        return fresh
+
+    def _serve_keys(self, positions: list[int], now: float) -> None:
+        """Hand the slots of keys to the index: the pool is told once for all of them."""
+        index = self.cache.keyed
+        for group, held in enumerate(self.handles):
+            mine = [at for at in positions if held[at] != NO_COPY]
+            if mine:
+                self.cache.settle_host(group, array("q", [held[at] for at in mine]))
+            for at in mine:
+                index.put(self.nodes[at], 0, Tier.HOST, group, held[at : at + 1], self.sums[group][at : at + 1])
+        for at in positions:
+            index.fresh(self.nodes[at], now)
+            self._settled(at, at + 1)
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -184,11 +201,32 @@ class Reservation:
             if self.state[at] == OPEN or (complete and self.state[at] == COMPLETE):
                 self.state[at] = ABORTED
 
-    def writable(self, process: Process) -> bool:
-        """Whether a process may still write some slot: it neither let go nor committed its shard of every page."""
-        if process in self.acks:
-            return False
-        bit = process.ranks[self.cache.number].bit
+    def writer(self, bit: int) -> Process | None:
+        """The one process that writes a shard, if any."""
+        named = self.instance.writers.get((self.cache.number, bit))
+        if named is None or bit in self.writers or WHOLE in self.writers:
+            return self.writers.get(bit)
+        if named.above < self.number and not named.process.left:
+            self.writers[bit] = named.process
+        return self.writers.get(bit)
+
+    def _decide(self) -> None:
+        """Name the writer of every shard that has one."""
+        for number, bit in self.instance.writers:
+            if number == self.cache.number:
+                self.writer(bit)
+
+    @property
+    def writable(self) -> bool:
+        """Whether some process may still write: it lives, and neither let go nor committed its shard of every page."""
+        self._decide()
+        return any(
+            process in self.instance.processes and process not in self.acks and self._unmarked(bit)
+            for bit, process in self.writers.items()
+        )
+
+    def _unmarked(self, bit: int) -> bool:
+        """Whether a shard of some page was not committed."""
         return any(state != SETTLED and not mark & bit for state, mark in zip(self.state, self.marks, strict=True))
 
     @property

@@ -209,17 +209,17 @@ class Store:
         self.parts.room_for(msg.spec, scope, max(known, msg.epoch))
         cache = self.parts.cache(msg.spec, scope, max(known, msg.epoch))
         process.ranks[cache.number] = process.instance.join_shard(cache, msg)
-        return self._open_newer(cache) if msg.epoch > known else self._opened(cache)
+        return self._open_newer(process, cache) if msg.epoch > known else self._opened(process, cache)
 
-    async def _open_newer(self, cache: Cache) -> wire.Opened:
+    async def _open_newer(self, process: Process, cache: Cache) -> wire.Opened:
         """An engine that reset while this daemon was away brings its epoch."""
         await self._supersede(cache)
-        return self._opened(cache)
+        return self._opened(process, cache)
 
-    @staticmethod
-    def _opened(cache: Cache) -> wire.Opened:
+    def _opened(self, process: Process, cache: Cache) -> wire.Opened:
         sizes = zip(cache.item_bytes, cache.shape.slot_bytes, cache.shape.slots_per_item, strict=True)
-        return wire.Opened(cache.number, cache.id, cache.epoch, tuple(wire.GroupInfo(*s) for s in sizes))
+        above = process.instance.appoint(process, cache.number, next(self.parts.numbers))
+        return wire.Opened(cache.number, cache.id, cache.epoch, tuple(wire.GroupInfo(*s) for s in sizes), above)
 
     def _supersede(self, cache: Cache) -> asyncio.Future[None]:
         """Free every older epoch of a cache; the future is done when a crash cannot bring one back, else raises io."""
@@ -242,8 +242,9 @@ class Store:
         cache = self.parts.cache(old.spec, old.scope, self.parts.epoch(old.base))  # a later one, where others reset too
         process.ranks[cache.number] = rank
         process.instance.shards.setdefault(cache.number, shards)
+        process.instance.inherit(old.number, cache.number)
         self.parts.prune()
-        return self._opened(cache)
+        return self._opened(process, cache)
 
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
         """Wait until what was committed is durable; raises no_space or io where it is not."""

@@ -192,18 +192,18 @@ class Tokens:
         needs = self._needs(process.instance, cache, path.keys, msg.start, wanted)
         got = [cache.pool.alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
         if all(len(have) == n for have, n in zip(got, needs, strict=True)):
-            return self._fill(process.instance, path, msg, wanted, got, "")
+            return self._fill(process, path, msg, wanted, got, "")
         self.parts.space.give_back(cache, got)
-        return self._reserve_later(process.instance, path, msg, wanted, needs, deadline)
+        return self._reserve_later(process, path, msg, wanted, needs, deadline)
 
     async def _reserve_later(
-        self, instance: Instance, path: Path, msg: Reserve, wanted: list[Mask], needs: list[int], deadline: float
+        self, process: Process, path: Path, msg: Reserve, wanted: list[Mask], needs: list[int], deadline: float
     ) -> Reserved:
         got = await self.parts.space.take(path.cache, needs, deadline)
-        if path.cache.retired or instance.gone:
+        if path.cache.retired or process.instance.gone:
             self.parts.space.give_back(path.cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        return self._fill(instance, path, msg, wanted, got, Code.NO_SPACE)
+        return self._fill(process, path, msg, wanted, got, Code.NO_SPACE)
 
     def _needs(self, instance: Instance, cache: Cache, keys: bytes, start: int, wanted: list[Mask]) -> list[int]:
         """Items per group to allocate: what is wanted, not there yet, and within the instance's cap."""
@@ -230,7 +230,7 @@ class Tokens:
         return out
 
     def _fill(
-        self, instance: Instance, path: Path, msg: Reserve, wanted: list[Mask], got: list[array[int]], short: str
+        self, process: Process, path: Path, msg: Reserve, wanted: list[Mask], got: list[array[int]], short: str
     ) -> Reserved:
         """Make the reservation of as many leading pages as the slots cover."""
         cache, index = path.cache, path.cache.radix
@@ -239,7 +239,7 @@ class Tokens:
             return Reserved(0, 0, refused=Code.UNKNOWN)
         lack = self._lacking(cache, path.keys, msg.start, wanted)
         cost = sum(m.astype(np.int64) * cache.slot_cost(g) for g, m in enumerate(lack))
-        granted = int(np.searchsorted(np.cumsum(cost), instance.room(), side="right"))
+        granted = int(np.searchsorted(np.cumsum(cost), process.instance.room(), side="right"))
         refused = "" if granted == msg.pages else str(Code.OVER_CAP)
         for group, mask in enumerate(lack):
             covered = int(np.searchsorted(np.cumsum(mask), len(got[group]), side="right"))
@@ -256,14 +256,14 @@ class Tokens:
             return Reserved(0, 0, refused=refused or Code.NO_SPACE)
         node = index.extend(path.keys[: (msg.start + granted) * index.stride], self.parts.now())
         index.lease(node)
-        res = Reservation(next(self.parts.numbers), cache, instance, [node], msg.start, handles)
+        res = Reservation(next(self.parts.numbers), cache, process, [node], msg.start, handles)
         items = tuple(
             Items(g, msg.start, granted, cache.pool.offsets(g, row).tobytes()) for g, row in enumerate(handles)
         )
         there = ~np.logical_or.reduce([mask[:granted] for mask in lack])
         res.state[:] = (there * np.uint8(SETTLED)).tobytes()
         self.parts.admit(res)
-        return Reserved(res.number, granted, items, refused)
+        return Reserved(res.number, granted, items, refused, res.writes)
 
 
 def _wanted(cache: Cache, msg: Reserve) -> list[Mask]:

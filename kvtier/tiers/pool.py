@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from array import array
 from collections.abc import Iterable
 from typing import Final
@@ -175,6 +176,19 @@ class HostPool:
             size = min(one.slot_bytes, item_bytes)
             found.append(self._data[address >> ARENA_SHIFT][at : at + size])
             item_bytes -= size
+        return found
+
+    def blocks(self, group: int, handles: array[int], most_bytes: int) -> list[npt.NDArray[np.uint8]]:
+        """Slots of items of one slot, in order: views of as many as lie one after another, up to `most_bytes` each."""
+        size, most = self.shape.slot_bytes[group], max(1, most_bytes // self.shape.slot_bytes[group])
+        addresses = np.frombuffer(handles, np.int64)
+        cuts = np.flatnonzero(np.diff(addresses) != size) + 1
+        found = []
+        for lo, hi in itertools.pairwise([0, *cuts.tolist(), len(addresses)]):
+            for first in range(lo, hi, most):
+                address, count = int(addresses[first]), min(most, hi - first)
+                at = address & OFFSET_MASK
+                found.append(self._data[address >> ARENA_SHIFT][at : at + count * size])
         return found
 
     def close_slab(self, slab: Slab) -> None:
