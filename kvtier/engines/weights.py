@@ -61,7 +61,7 @@ def whole(path: Path) -> bytes:
 
 
 def sample(path: Path) -> bytes:
-    """Digest of a file's size, its head, and a spread sample of its bytes: of each tensor where it says where they lie."""
+    """Digest of a file's size and a spread sample of its bytes: of each tensor, where it says where they lie."""
     state = xxhash.xxh3_128()
     with path.open("rb") as file:
         size = file.seek(0, 2)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from vllm import __version__ as vllm_version
 
 from kvtier.engines.weights import weights_digest
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Kind, bad
-from vllm import __version__ as vllm_version
 
 PARALLEL: Final = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 

@@ -125,7 +125,7 @@ class Scheduler:
 
     def _whole_pages(self, request: Any) -> int:
         """Pages of the tokens that a request has, leaving one token to compute."""
-        return (request.num_tokens - 1) // self._size
+        return (int(request.num_tokens) - 1) // self._size
 
     def _warm(self, asked: Asked, pages: int) -> None:
         """Match, and start loading what is on disk; in a thread."""

@@ -12,7 +12,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Begin again."""
-        self.data = {}
+        self.data: dict[str, int] = {}
 
     def aggregate(self, other: Stats) -> Stats:
         """The sums of both."""
