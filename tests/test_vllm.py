@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.client import Client
+from kvtier import wire
+from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
 from vllmkit import ATTACH, PAGE, Engine, connector, make_model, needs_vllm, prompt, texts, tier
 
@@ -93,7 +94,8 @@ def test_a_fresh_engine_and_a_restarted_daemon_give_the_same_bits(
     home.start()
     with Engine(tmp_path / "log", **options) as fresh:
         got = [fresh.generate([each])[0] for each in prompts]
-        assert [each["cached"] for each in got] == [(n - 1) // PAGE * PAGE for n in lengths]
+        left = 1 if attach == "connector" else 0  # vLLM's own host tier loads all and computes the last token again
+        assert [each["cached"] for each in got] == [(n - left) // PAGE * PAGE for n in lengths]
         assert [each["tokens"] for each in got] == [each["tokens"] for each in want]
         assert [each["logprobs"] for each in got] == [each["logprobs"] for each in want]
         assert texts(fresh.generate([prompt(150, 5)] * 3)) == texts(twins)
@@ -110,7 +112,7 @@ def test_a_sliding_window_model_gives_the_same_bits_with_hits(models: Path, home
         want = [cold.generate([each])[0] for each in prompts]
     with Engine(tmp_path / "log", **options) as fresh:
         got = [fresh.generate([each])[0] for each in prompts]
-    assert [each["cached"] for each in got] == [192, 64, 32]
+    assert [each["cached"] for each in got] == [192, 64 if attach == "connector" else 96, 32]
     assert [(each["tokens"], each["logprobs"]) for each in got] == [(w["tokens"], w["logprobs"]) for w in want]
 
 
@@ -168,7 +170,7 @@ def test_a_daemon_that_is_killed_stopped_or_corrupt_is_a_miss(models: Path, home
         corrupt(home)
         home.start()
         time.sleep(6)  # the engine tries again after at most 5 s
-        same(hits=False)
+        same(hits=False if attach == "connector" else None)  # vLLM's host tier has the last few itself
         assert not home.broken_invariants()
 
 
@@ -201,9 +203,10 @@ def test_an_engine_killed_in_mid_save_leaves_nothing_behind(models: Path, home: 
     with Engine(tmp_path / "log", **options) as engine:
         engine.generate([prompt(40)])
         engine.order("generate", prompts=prompts, tokens=60)
-        began = counter(home, "pages_published")
-        while counter(home, "pages_published") < began + 8:
-            time.sleep(0.005)
+        began, deadline = pages(home), time.monotonic() + 60
+        while pages(home) < began + 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         engine.kill()
     assert idle(home)
     with Engine(tmp_path / "log", **options) as fresh:
@@ -214,10 +217,10 @@ def test_an_engine_killed_in_mid_save_leaves_nothing_behind(models: Path, home: 
     assert cold["cached"] == 0
 
 
-def counter(daemon: Daemon, name: str) -> int:
-    """A counter of the daemon's."""
-    with Client(daemon.socket) as client:
-        return client.stat()["counters"].get(name, 0)
+def pages(daemon: Daemon) -> int:
+    """Pages that the daemon has."""
+    with Admin(daemon.socket.with_name("admin.sock"), 10) as admin:
+        return admin.ask(wire.Status(), wire.Info).data["pages"]
 
 
 @pytest.mark.parametrize("attach", ATTACH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -46,7 +47,7 @@ def tier(socket: Path, **extra: Any) -> dict[str, Any]:
     return {
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_tiering", "cpu_bytes_to_use": 1 << 27,
+            "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_tiering", "cpu_bytes_to_use": 4 << 20,
             "offload_prompt_only": False, "secondary_tiers": [kvtier | extra],
         },
     }  # fmt: skip
@@ -126,6 +127,8 @@ class Engine:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def __enter__(self) -> Self:
         return self

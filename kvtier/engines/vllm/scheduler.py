@@ -29,6 +29,9 @@ STEP_S: Final = 0.003
 THREADS: Final = 8
 LOAD_MS: Final = 5000
 """A request waits at most so long for pages that come from disk."""
+PENDING_S: Final = 0.25
+"""It waits at most so long for pages that are being committed right now."""
+POLL_S: Final = 0.005
 LATER_BYTES: Final = 32 << 20
 """A load of more is copied between steps, so that requests that run do not wait for it."""
 
@@ -139,7 +142,11 @@ class Scheduler:
         """Match and lease, waiting for what is on disk; in a thread."""
         with asked.lock:
             self._extend(asked, pages)
-            path, limit = asked.path, min(asked.path.pages, pages)
+            path, until = asked.path, time.monotonic() + PENDING_S
+            while path.pages < pages and path.pending and time.monotonic() < until:
+                time.sleep(POLL_S)
+                path.extend()
+            limit = min(path.pages, pages)
             if sum(asked.sources.values()) != path.pages:
                 asked.sources = tiers_of(path)
             asked.saved = path.pages
