@@ -73,7 +73,7 @@ class Engine:
         return self.llm.reset_prefix_cache(reset_connector=connector)
 
     def scale(self, layer: int, by: float) -> dict[str, Any]:
-        """Change weights in place: one layer's value rows."""
+        """Change weights in place: those of one layer's first norm."""
         self.llm.apply_model(_Scale(layer, by))
         return {}
 
@@ -108,7 +108,7 @@ class _Scale:
         self.layer, self.by = layer, by
 
     def __call__(self, model: Any) -> None:
-        model.model.layers[self.layer].self_attn.qkv_proj.weight.data.mul_(self.by)
+        model.model.layers[self.layer].input_layernorm.weight.data.mul_(self.by)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from vllm import __version__ as vllm_version
 
+from kvtier.engines.dynamic import rope_kind
 from kvtier.engines.weights import weights_digest
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Kind, bad
@@ -88,6 +89,8 @@ def model_fingerprint(vllm_config: Any) -> bytes:
     settings = [config.quantization, load.load_format, config.dtype]
     if str(load.load_format).endswith("dummy"):
         settings.append(config.seed)
+    if rope_kind(config.hf_config.to_dict()):  # vLLM chooses its factors by the longest sequence
+        settings.append(config.max_model_len)
     if said not in {"", "sample", "exact"}:
         return weights_digest_of_name(said, config, settings)
     return weights_digest(local_model(config), config.hf_config.to_dict(), *settings, exact=said == "exact")
