@@ -288,7 +288,7 @@ def test_a_page_that_rots_in_memory_is_computed_again(models: Path, home: Daemon
     """
     with Engine(tmp_path / "log", model=models / kind, attach=connector(home.socket)) as engine:
         want = engine.generate([prompt(200)])
-        assert engine.again([prompt(200)])[0]["cached"] == 192
+        wait_for(lambda: engine.again([prompt(200)])[0]["cached"] == 192, engine)
         assert flip_a_bit_of_every_page(home) > 0
         for _ in range(2):
             assert texts(engine.again([prompt(200)])) == texts(want)

@@ -111,9 +111,12 @@ class Attached:
         return out
 
     def reset(self) -> None:
-        """Forget all KV of this model, here and in every engine that shares it: the weights have changed."""
+        """Forget all KV of this model, here and in every engine that shares it: the weights have changed.
+
+        They are read again, whole: what comes is shared only with engines that have the very same.
+        """
         self.cache.reset()
-        self._version = version(self.model)
+        self.refingerprint()
 
     def refingerprint(self) -> bytes:
         """Read every byte of the weights again and share KV only with engines that have the very same; the digest.

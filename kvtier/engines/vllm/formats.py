@@ -70,6 +70,11 @@ def ranks_of(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
     return replicas, vllm_config.parallel_config.tensor_parallel_size // replicas
 
 
+def changed(spec: CacheSpec, instance: str) -> CacheSpec:
+    """The cache of an engine whose weights have changed since they were read: its own, as nobody knows them."""
+    return msgspec.structs.replace(spec, revision=f"{spec.revision[:256]} changed in {instance}")
+
+
 def slices_of(spec: CacheSpec, shard: int, shards: int) -> tuple[Slice, ...]:
     """The heads of each group that one of so many shards holds; none where it holds whole items."""
     if shards == 1:

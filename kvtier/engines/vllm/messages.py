@@ -51,6 +51,8 @@ class Save:
 class Plan(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler, every step."""
 
+    changed: bool = False
+    """The weights are not those that were read at start."""
     epoch: int = 0
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvtier.client import Cache, Client, Lease, Path, Reservation
+from kvtier.engines.vllm.formats import changed
 from kvtier.engines.vllm.keys import Keys
 from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
 from kvtier.engines.vllm.planes import NULL_BLOCK
@@ -32,6 +33,8 @@ LOAD_MS: Final = 5000
 PENDING_S: Final = 0.25
 """It waits at most so long for pages that are being committed right now."""
 POLL_S: Final = 0.005
+RESERVE_MS: Final = 500
+"""Giving pages back may wait so long for room to be made; meanwhile steps go on."""
 LATER_BYTES: Final = 32 << 20
 """A load of more is copied between steps, so that requests that run do not wait for it."""
 
@@ -79,6 +82,7 @@ class Scheduler:
         self._heard: dict[int, int] = {}
         self._left_s = STEP_S
         self._cache: Cache | None = None
+        self._changed = False
         self.counts: Counter[str] = Counter()
 
     def agree(self, formats: Sequence[Formats]) -> None:
@@ -196,7 +200,7 @@ class Scheduler:
         saves = self._saves(output) if self._cache is not None else ()
         self._left_s = STEP_S
         epoch = self._cache.epoch if self._cache is not None else 0
-        return Plan(epoch, loads, saves, dict(self._heard))
+        return Plan(self._changed, epoch, loads, saves, dict(self._heard))
 
     def _saves(self, output: Any) -> tuple[Save, ...]:
         """Pages that are complete after this step: reserve them all at once, then see which are granted in time."""
@@ -244,7 +248,7 @@ class Scheduler:
                 for group, row in enumerate(table)
                 if NULL_BLOCK in row[first:end]
             ]
-            held = path.reserve(first, end - first, wants)
+            held = path.reserve(first, end - first, wants, wait_ms=RESERVE_MS)
             asked.saved = (
                 first + held.pages if held.pages else end
             )  # where nothing was granted, not before the next page
@@ -295,17 +299,26 @@ class Scheduler:
             self._pool.submit(self._forget, asked)
 
     def reset(self) -> None:
-        """A new epoch: KV of the old weights is neither served nor stored any more."""
+        """The weights have changed, to what nobody can say: this engine's KV is its own from now on.
+
+        Others keep what they share; KV that this engine has made with its old weights is neither served to it nor
+        stored any more.
+        """
         for asked in self._asked.values():
-            asked.saves = False
+            asked.saves = asked.loads = False
             self._drop_reservation(asked)
             self._release(asked.lease)
             asked.lease = None
             if asked.lookup is not None:
                 asked.lookup.add_done_callback(self._release_found)
                 asked.lookup = None
-        if self._cache is not None:
+        if self._cache is None:
+            return
+        if self._changed:
             self._cache.reset()
+        else:
+            self._changed = True
+            self._cache = self._client.open(changed(self._cache.spec, self._client.identity.instance))
 
     def take_counts(self) -> dict[str, int]:
         """Counters since the last call."""

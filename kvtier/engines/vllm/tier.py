@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtier.client import Client, Region
-from kvtier.engines.vllm.formats import calling_config, model_fingerprint, model_name
+from kvtier.engines.vllm.formats import calling_config, changed, model_fingerprint, model_name
 from kvtier.engines.vllm.lookups import Lookups
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind, bad
@@ -61,9 +61,10 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         self._client = Client(socket, instance=f"vllm-{config.engine_id}"[:128], scope=scope, verify=verify)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         self._cache = self._client.open(spec_of(config, calling_config(), self._rows.shape[1]))
+        self._changed = False
         self._region = self._registered(config.engine_id)
         self._pool = ThreadPoolExecutor(THREADS, "kvtier")
-        self._lookups = Lookups(lambda keys: self._pool.submit(self._exists, keys))
+        self._lookups = self._empty_lookups()
         self._jobs: dict[Future[JobResult], tuple[bool, list[bytes]]] = {}
 
     def _registered(self, engine_id: str) -> Region | None:
@@ -104,6 +105,9 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         """Forget what it asked for."""
         self._lookups.forget(req_context.req_id)
 
+    def _empty_lookups(self) -> Lookups:
+        return Lookups(lambda keys: self._pool.submit(self._exists, keys))
+
     def _exists(self, keys: list[bytes]) -> bytes:
         """Presence of keys; in a thread."""
         return b"".join(self._cache.exists(0, b"".join(part)) for part in batches(keys))
@@ -138,12 +142,17 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """VLLM resets its cache: what is under way ends, and nothing that is stored now is served any more.
+        """VLLM resets its cache: what is under way ends, and this engine's chunks are its own from now on.
 
-        It does so when weights change, and says no more than this.
+        It does so when weights change, to what nobody can say, and tells a tier no more than this.
         """
         wait(self._jobs)
-        self._cache.reset()
+        if self._changed:
+            self._cache.reset()
+        else:
+            self._changed = True
+            self._cache = self._client.open(changed(self._cache.spec, self._client.identity.instance))
+        self._lookups = self._empty_lookups()
 
     def shutdown(self) -> None:
         """Let go of everything."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from kvtier.client import Cache, Client, Lease, Reservation
-from kvtier.engines.vllm.formats import ranks_of, slices_of, spec_of
+from kvtier.engines.vllm.formats import changed, ranks_of, slices_of, spec_of
 from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save
 from kvtier.engines.vllm.planes import NULL_BLOCK, Plane
 from kvtier.types import KvtierError
@@ -37,6 +37,7 @@ class Worker:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures = 0
+        self._changed = False
         self.counts: Counter[str] = Counter()
 
     def register(self, tensors: dict[str, Any]) -> None:
@@ -65,13 +66,16 @@ class Worker:
 
     def _opened(self, epoch: int) -> Cache:
         rank, world = self._open
-        return self._client.open(self.spec, rank=rank, world=world, slices=self._slices, epoch=epoch)
+        spec = changed(self.spec, self._client.identity.instance) if self._changed else self.spec
+        return self._client.open(spec, rank=rank, world=world, slices=self._slices, epoch=epoch)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def load(self, plan: Plan) -> None:
         """Load what this step computes with; queue what may come between steps."""
-        if plan.epoch > self._cache.epoch:
+        if plan.changed and not self._changed:
+            self._changed, self._cache = True, self._opened(plan.epoch)
+        elif plan.epoch > self._cache.epoch:
             self._cache = self._opened(plan.epoch)
         for load in plan.loads:
             if load.later:
