@@ -121,8 +121,8 @@ class Engine:
             sent = []
             for at in range(0, self.size.pages, self.step):
                 count = min(self.step, self.size.pages - at)
-                held.write_pages(0, at, self.source[at : at + count])
-                sent.append(self.client.submit(wire.Commit(held.number, at, count), wire.Committed))
+                held.write_pages(0, at, self.source[at : at + count], summed=True)
+                sent.append(self.client.submit(held.committing(at, count), wire.Committed))
             done = [self.client.wait(ticket, 30.0) for ticket in sent]
             assert max(each.published for each in done) == self.size.pages
 

@@ -248,15 +248,24 @@ class Reserved(Message):
     """Whether who reserved writes them; false for a scheduler beside workers."""
 
 
+class Sums(Message):
+    """Checksums of one group's items of the pages that a Commit is about: u64 xxh3-64 each, 0 where not known."""
+
+    group: int
+    sums: bytes
+
+
 class Commit(Message):
     """The process has written its shard of pages [first, first + pages) (absolute page numbers).
 
-    For a keyed reservation: positions in the list of keys that was reserved. Replies after the checksum.
+    For a keyed reservation: positions in the list of keys that was reserved. Replies after the checksum, which the
+    daemon takes of items for which `sums` has none; only who wrote whole items can know any.
     """
 
     reservation: int
     first: int
     pages: int
+    sums: tuple[Sums, ...] = ()
 
 
 class Committed(Message):

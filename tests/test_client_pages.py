@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvtier import wire
 from kvtier.client import Client
 from kvtier.client.arenas import runs
 from kvtier.client.layout import SPAN_BYTES, checksum, copy_summed
@@ -20,6 +21,7 @@ from kvtier.types import Code, Kind, KvtierError
 
 PAGE = 4
 SMALL = GroupSpec(Kind.FULL, 2, 4, 1000)
+LARGE = GroupSpec(Kind.FULL, 2, 4, 200_000)
 STATE = GroupSpec(Kind.STATE, 3, 1, 2 << 20)
 PAGES = 2 * SPAN_BYTES // 8192 + 3
 """More than two spans of SMALL's slots."""
@@ -181,6 +183,56 @@ def test_items_of_several_slots_come_back_whole(daemon):
             with pytest.raises(KvtierError) as caught:
                 lease.views(1, 1, 1)
             assert caught.value.code is Code.BAD_REQUEST
+
+
+@pytest.mark.parametrize("group", [SMALL, LARGE])
+def test_checksums_taken_while_writing_are_those_that_readers_verify(daemon, group):
+    """The daemon takes the writer's word for summed pages, takes the others itself, and both verify."""
+    with Client(daemon.socket, instance="summed", timeout_s=10.0, verify="always") as client:
+        cache, data = client.open(spec_of(group)), content(6, size=group.item_bytes)
+        with cache.match(keys(6)).reserve(0, 6, wait_ms=5000) as held:
+            assert held.write_pages(0, 0, data[:3], summed=True)
+            assert held.write_pages(0, 3, data[3:5])
+            held.view(0, 5)[:] = data[5]
+            known = held.committing(0, 6).sums
+            assert np.frombuffer(known[0].sums, "<u8").astype(bool).tolist() == [True] * 3 + [False] * 3
+            assert held.commit() == 6
+        with cache.match(keys(6)).acquire() as lease:
+            out = np.zeros_like(data)
+            assert lease.read_pages(0, 0, out) == 6
+            assert np.array_equal(out, data)
+
+
+def test_a_page_written_again_is_summed_again(cache):
+    """What was known of bytes that changed is forgotten."""
+    first, second = content(2, seed=1), content(2, seed=2)
+    with cache.match(keys(2)).reserve(0, 2, wait_ms=5000) as held:
+        assert held.write_pages(0, 0, first, summed=True)
+        assert held.write(0, 0, second[0])
+        held.view(0, 1)[:] = second[1]
+        assert held.commit() == 2
+    with cache.match(keys(2)).acquire() as lease:
+        assert np.array_equal(shown(lease, 0, 2), second)
+
+
+def test_a_wrong_checksum_makes_a_miss_and_one_of_a_slice_is_refused(daemon, cache):
+    """Whoever commits can only spoil its own pages; a rank that holds a part cannot know the whole's sum."""
+    data = content(1)
+    with cache.match(keys(1)).reserve(0, 1, wait_ms=5000) as held:
+        assert held.write_pages(0, 0, data)
+        wrong = wire.Commit(held.number, 0, 1, (wire.Sums(0, b"\1" * 8),))
+        for off in (wire.Sums(1, b"\1" * 8), wire.Sums(0, b"\1" * 7), wire.Sums(0, b"\1" * 16)):
+            with pytest.raises(KvtierError, match="sums"):
+                cache.client.wait(cache.client.submit(wire.Commit(held.number, 0, 1, (off,)), wire.Committed))
+        assert cache.client.wait(cache.client.submit(wrong, wire.Committed)).published == 1
+    with cache.match(keys(1)).acquire() as lease:
+        assert lease.read_pages(0, 0, np.zeros_like(data)) == 0
+    with Client(daemon.socket, instance="half", timeout_s=10.0) as client:
+        half = client.open(spec_of(SMALL), rank=0, world=2, slices=[Slice(0, 2, 0, 2)])
+        with half.match(keys(1, first=900)).reserve(0, 1, wait_ms=5000) as held:
+            sent = client.submit(wire.Commit(held.number, 0, 1, (wire.Sums(0, b"\1" * 8),)), wire.Committed)
+            with pytest.raises(KvtierError, match="slices"):
+                client.wait(sent)
 
 
 def test_ranks_write_rows_of_their_slices(daemon):

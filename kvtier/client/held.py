@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from kvtier import wire
 from kvtier.client.caches import OpenCache
-from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, copy_summed, rows
+from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, copy_rows, copy_summed, rows
 from kvtier.client.link import Call, Joined, Steps
 from kvtier.client.slots import Checks, Slots, Span
 from kvtier.identity import Slice
@@ -193,6 +194,8 @@ class HeldReservation(Slots):
         self.waiting = 0
         """Complete pages that wait for a parent, as of the last commit."""
         self._committed = bytearray(self.pages)
+        self._sums: dict[int, npt.NDArray[np.uint64]] = {}
+        """Per group the checksum of each page's item, 0 where it was not taken while it was written."""
         if joined is not None:
             for group, parts in self._tables.items():
                 for table in parts:
@@ -208,6 +211,7 @@ class HeldReservation(Slots):
         item = self._open_item(group, page)
         if item is not None and len(item[0].pieces) > 1:
             raise bad("group", "items of one slot; use write", group)
+        self._note(group, page, [0])
         return None if item is None else item[0].pieces[0]
 
     def write(self, group: int, page: int, data: Data | Parts) -> bool:
@@ -223,13 +227,16 @@ class HeldReservation(Slots):
             item[0].write(data)
         else:
             item[0].write_slice(part, cast("Data", data))
+        self._note(group, page, [0])
         return not self.lost
 
-    def write_pages(self, group: int, first: int, data: Bytes) -> bool:
+    def write_pages(self, group: int, first: int, data: Bytes, *, summed: bool = False) -> bool:
         """Copy in the items of pages from `first` on, each a row of `data`; what is stored or another's is skipped.
 
         Rows hold what `write` takes: whole items, or this process's slices. For many small pages this costs a fraction
-        of as many `write`s. False: the reservation is lost, or some of the pages are not of it or are committed.
+        of as many `write`s. `summed`: take the checksums meanwhile, while the bytes are near, and not have the daemon
+        read them all again at commit; for whole items of one slot. False: the reservation is lost, or some of the
+        pages are not of it or are committed.
         """
         part, spec = self.cache.slice_of(group), self.cache.spec.groups[group]
         self._expect_rows(data, "data", spec.item_bytes if part is None else part.cells * spec.cell_bytes)
@@ -243,8 +250,25 @@ class HeldReservation(Slots):
                 self.write(group, first + row, item)
         else:
             for span in self._spans(group, first, len(data)):
-                np.copyto(span.rows, data[span.at : span.at + len(span.rows)])
+                part_of = data[span.at : span.at + len(span.rows)]
+                sums = copy_rows(span.rows, part_of, summed=summed)
+                self._note(group, first + span.at, sums)
         return not self.lost
+
+    def _note(self, group: int, page: int, sums: Sequence[int]) -> None:
+        """Remember the checksums of what was just written from a page on."""
+        if group not in self._sums:
+            if not any(sums):
+                return
+            self._sums[group] = np.zeros(self.pages, np.uint64)
+        self._sums[group][page - self.start : page - self.start + len(sums)] = sums
+
+    def committing(self, first: int, pages: int) -> wire.Commit:
+        """The request that commits pages, with the checksums that are known."""
+        at = first - self.start
+        parts = ((group, sums[at : at + pages]) for group, sums in self._sums.items())
+        known = tuple(wire.Sums(group, part.tobytes()) for group, part in parts if part.any())
+        return wire.Commit(self.number, first, pages, known)
 
     def _committing(self, first: int | None, pages: int | None) -> Steps[int]:
         """Say that pages are written; how many pages of the reservation are served now."""
@@ -255,7 +279,7 @@ class HeldReservation(Slots):
         assert self._joined is not None
         at = first - self.start
         self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
-        reply = yield Call(self._joined, wire.Commit(self.number, first, pages), wire.Committed)
+        reply = yield Call(self._joined, self.committing(first, pages), wire.Committed)
         committed = cast("wire.Committed", reply)
         self.waiting = committed.waiting
         return committed.published

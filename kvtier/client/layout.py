@@ -18,6 +18,8 @@ Parts = list[Data] | tuple[Data, ...]
 """Several buffers in a row."""
 SPAN_BYTES: Final = 1 << 20
 """Bytes copied at once before they are summed. From about here on memcpy writes past the caches, 1.6 times as fast."""
+NEAR_BYTES: Final = 128 << 10
+"""Bytes of small items copied at once before they are summed: they are in the second cache still."""
 
 
 def flat(data: Data, field: str = "data") -> Bytes:
@@ -126,6 +128,21 @@ def copy_summed(target: Bytes, source: Bytes) -> int:
         np.copyto(piece, source[at : at + SPAN_BYTES])
         digest.update(piece.data)
     return digest.intdigest()
+
+
+def copy_rows(target: Bytes, source: Bytes, *, summed: bool) -> list[int]:
+    """Copy rows of bytes, and the xxh3-64 of each copy (0 where not `summed`): some at once, summed while near."""
+    if not summed:
+        np.copyto(target, source)
+        return [0] * len(target)
+    if target.shape[1] > NEAR_BYTES:
+        return [copy_summed(to, row) for to, row in zip(target, source, strict=True)]
+    step, sums = NEAR_BYTES // target.shape[1], []
+    for at in range(0, len(target), step):
+        part = target[at : at + step]
+        np.copyto(part, source[at : at + step])
+        sums += [xxhash.xxh3_64_intdigest(row) for row in part]
+    return sums
 
 
 def copy(targets: list[Bytes], sources: list[Bytes]) -> None:

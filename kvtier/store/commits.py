@@ -6,6 +6,8 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
 
+import numpy as np
+
 from kvtier.mover import BATCH_BYTES, INLINE_BYTES, digest, drained
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Process
@@ -13,6 +15,9 @@ from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, bad
 from kvtier.wire import Abort, Commit, Committed, Durable, Ok
+
+Given = dict[tuple[int, int], int]
+"""Checksums by (group, position)."""
 
 
 class Commits:
@@ -38,22 +43,19 @@ class Commits:
         first = msg.first - res.start
         if first < 0 or msg.pages < 1 or first + msg.pages > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", (msg.first, msg.pages))
-        return self.complete(res, res.mark(process, first, msg.pages))
+        sums = _given(process, res, msg, first)
+        return self.complete(res, res.mark(process, first, msg.pages), sums)
 
-    def complete(
-        self, res: Reservation, positions: list[int], *, sums: dict[tuple[int, int], int] | None = None
-    ) -> Committed | Awaitable[Committed]:
-        """Take the checksums of complete positions (unless given) and serve what can be served."""
-        items = res.items(positions)
-        cost = sum(res.cache.item_bytes[g] for g, _, _ in items)
-        if sums is None and cost <= INLINE_BYTES:
-            sums = {(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items}
-        if sums is not None:
-            return self._serve(res, positions, sums)
-        return self._sum_and_serve(res, positions, items)
+    def complete(self, res: Reservation, positions: list[int], sums: Given) -> Committed | Awaitable[Committed]:
+        """Take the checksums of complete positions that are not given, and serve what can be served."""
+        items = [item for item in res.items(positions) if item[:2] not in sums]
+        if sum(res.cache.item_bytes[g] for g, _, _ in items) > INLINE_BYTES:
+            return self._sum_and_serve(res, positions, items, sums)
+        sums.update({(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items})
+        return self._serve(res, positions, sums)
 
     async def _sum_and_serve(
-        self, res: Reservation, positions: list[int], items: list[tuple[int, int, int]]
+        self, res: Reservation, positions: list[int], items: list[tuple[int, int, int]], given: Given
     ) -> Committed:
         """The same in worker threads. Cancelled or not, the pages are complete and are served."""
         res.hashing += 1
@@ -63,12 +65,13 @@ class Commits:
         finally:
             await drained(work)
             res.hashing -= 1
-            reply = self._serve(res, positions, None if work.cancelled() or work.exception() else work.result())
+            failed = work.cancelled() or work.exception() is not None
+            reply = self._serve(res, positions, None if failed else given | work.result())
         return reply
 
-    async def _sums(self, res: Reservation, items: list[tuple[int, int, int]]) -> dict[tuple[int, int], int]:
-        """Checksums by (group, position)."""
-        sums: dict[tuple[int, int], int] = {}
+    async def _sums(self, res: Reservation, items: list[tuple[int, int, int]]) -> Given:
+        """Checksums of items."""
+        sums: Given = {}
         for group in {g for g, _, _ in items}:
             mine = [(group, at) for g, at, _ in items if g == group]
             handles = array("q", [h for g, _, h in items if g == group])
@@ -83,7 +86,7 @@ class Commits:
         blocks = cache.pool.blocks(group, handles, BATCH_BYTES)
         return await mover.row_checksums(blocks, cache.shape.slot_bytes[group], size)
 
-    def _serve(self, res: Reservation, positions: list[int], sums: dict[tuple[int, int], int] | None) -> Committed:
+    def _serve(self, res: Reservation, positions: list[int], sums: Given | None) -> Committed:
         """Publish what is complete, here and in reservations that waited for it."""
         before = res.next
         res.summed(positions, sums)
@@ -197,6 +200,21 @@ class Commits:
         for res in reservations:
             res.abandon()
             self._end(res)
+
+
+def _given(process: Process, res: Reservation, msg: Commit, first: int) -> Given:
+    """Checksums that a commit brings; raises bad_request for those that its process cannot know."""
+    if not msg.sums:
+        return {}
+    if not res.whole(process):
+        raise bad("sums", "none from a process that holds slices")
+    found: Given = {}
+    for each in msg.sums:
+        if not 0 <= each.group < len(res.handles) or len(each.sums) != 8 * msg.pages:
+            raise bad("sums", f"u64 of {msg.pages} pages of groups 0..{len(res.handles) - 1}", each.group)
+        known = enumerate(np.frombuffer(each.sums, "<u8").tolist(), first)
+        found.update({(each.group, at): value for at, value in known if value})
+    return found
 
 
 def _durable(res: Reservation) -> Callable[[int], None] | None:

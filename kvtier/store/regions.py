@@ -201,7 +201,7 @@ class Regions:
                 done[n] = not res.nodes[n].dead
             res.abandon()
             res.acks.add(process)
-            answer = self.commits.complete(res, filled, sums=sums)
+            answer = self.commits.complete(res, filled, sums)
             assert not asyncio.iscoroutine(answer)
             self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]
 

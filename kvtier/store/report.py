@@ -10,6 +10,7 @@ import psutil
 
 from kvtier import wire
 from kvtier.heat import Heat
+from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
@@ -180,6 +181,8 @@ def _node(cache: Cache, node: Node, level: int, now: float) -> dict[str, Any]:
         "tiers": {tier.name.lower(): node.count[tier] for tier in Tier if node.count[tier]},
         "children": len(node.children or ()),
     }
+    if node.chain:
+        row["chain"] = node.chain[-CHAIN_BYTES:].hex()
     if cache.spec.keyed:
         row["key"] = node.edge[1:].hex()
         row["group"] = node.edge[0]

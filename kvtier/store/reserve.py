@@ -76,6 +76,10 @@ class Reservation:
                 out.append(at)
         return out
 
+    def whole(self, process: Process) -> bool:
+        """Whether a process holds all cells of an item."""
+        return process.ranks[self.cache.number].bit in {WHOLE, self.instance.complete_mask(self.cache)}
+
     def summed(self, positions: list[int], sums: dict[tuple[int, int], int] | None) -> None:
         """Checksums of complete pages, by (group, position); None where they could not be taken."""
         for (group, at), value in (sums or {}).items():
