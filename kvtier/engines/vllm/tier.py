@@ -68,7 +68,7 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         self._jobs: dict[Future[JobResult], tuple[bool, list[bytes]]] = {}
 
     def _registered(self, engine_id: str) -> Region | None:
-        """VLLM's host tier as a region; None where it is not the one file that it was."""
+        """The host tier of vLLM as a region; None where it is not the one file that it was."""
         name = f"/dev/shm/vllm_offload_{engine_id}.mmap"  # noqa: S108 - vLLM's name for it
         rows, stride = self._rows.shape
         try:
@@ -142,7 +142,7 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """VLLM resets its cache: what is under way ends, and this engine's chunks are its own from now on.
+        """On a reset of vLLM's: what is under way ends, and this engine's chunks are its own from now on.
 
         It does so when weights change, to what nobody can say, and tells a tier no more than this.
         """
