@@ -5,9 +5,11 @@ Each line is {"do": name, ...}; each answer is a line that begins with ANSWER. `
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -32,6 +34,33 @@ class Engine:
         }  # fmt: skip
         self.llm = LLM(model, **(defaults | options))
         return {}
+
+    def clock(self) -> dict[str, Any]:
+        """From now on note how long the connector's own methods take."""
+        from kvtier.engines.vllm.connector import KvtierConnector
+
+        self.inside = 0.0
+        for name, method in list(vars(KvtierConnector).items()):
+            if callable(method) and not name.startswith("_"):
+                setattr(KvtierConnector, name, self._clocked(method))
+        return {}
+
+    def _clocked(self, method: Any) -> Any:
+        def clocked(*args: Any, **more: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **more)
+            finally:
+                self.inside += time.perf_counter() - began
+
+        return functools.wraps(method)(clocked)
+
+    def first_token(self, prompt: list[int]) -> dict[str, Any]:
+        """How long a prompt's first token takes, how much of that was the connector's, and what was loaded."""
+        inside, began = getattr(self, "inside", 0.0), time.perf_counter()
+        cached = self.generate([prompt], tokens=1)[0]["cached"]
+        took = time.perf_counter() - began
+        return {"s": took, "inside_s": getattr(self, "inside", 0.0) - inside, "cached": cached}
 
     def generate(
         self, prompts: list[list[int]], tokens: int = 8, salts: list[str] | None = None, lora: str | None = None

@@ -73,9 +73,8 @@ class Worker:
 
     def load(self, plan: Plan) -> None:
         """Load what this step computes with; queue what may come between steps."""
-        if plan.changed and not self._changed:
-            self._changed, self._cache = True, self._opened(plan.epoch)
-        elif plan.epoch > self._cache.epoch:
+        if plan.changed > self._changed or plan.epoch > self._cache.epoch:
+            self._changed = plan.changed
             self._cache = self._opened(plan.epoch)
         for load in plan.loads:
             if load.later:
