@@ -56,6 +56,8 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
     epoch: int = 0
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    drops: tuple[bytes, ...] = ()
+    """Shared reservations that nobody will write: the daemon keeps their slots until every process has said so."""
     heard: Mapping[int, int] = field(default_factory=dict)
     """By rank, how many failed loads the scheduler knew of when it planned this."""
 

@@ -79,6 +79,7 @@ class Scheduler:
         self._leases: dict[int, tuple[Lease, int]] = {}
         """Leases that workers read, and how many still do."""
         self._reservations: dict[int, Reservation] = {}
+        self._drops: list[bytes] = []
         self._heard: dict[int, int] = {}
         self._left_s = STEP_S
         self._cache: Cache | None = None
@@ -200,7 +201,8 @@ class Scheduler:
         saves = self._saves(output) if self._cache is not None else ()
         self._left_s = STEP_S
         epoch = self._cache.epoch if self._cache is not None else 0
-        return Plan(self._changed, epoch, loads, saves, dict(self._heard))
+        drops, self._drops = tuple(self._drops), []
+        return Plan(self._changed, epoch, loads, saves, drops, dict(self._heard))
 
     def _saves(self, output: Any) -> tuple[Save, ...]:
         """Pages that are complete after this step: reserve them all at once, then see which are granted in time."""
@@ -216,7 +218,7 @@ class Scheduler:
             held = None if asked.reserving is None else self._result(asked.reserving)
             if held is not None:
                 asked.reserving = None
-                save = self._save(held, output.kv_connector_block_state.get_block_ids(name), ends[name])
+                save = self._save(asked, held, output.kv_connector_block_state.get_block_ids(name), ends[name])
                 saves += [save] if save else []
         return tuple(saves)
 
@@ -254,11 +256,16 @@ class Scheduler:
             )  # where nothing was granted, not before the next page
             return held
 
-    def _save(self, held: Reservation, table: Sequence[Sequence[int]], end: int) -> Save | None:
-        """What the workers write; None where nothing was granted, or pages of it are not computed (any more)."""
+    def _save(self, asked: Asked, held: Reservation, table: Sequence[Sequence[int]], end: int) -> Save | None:
+        """What the workers write; None where nothing was granted, or pages of it are not computed (any more).
+
+        Where no worker was there when it was granted, as after a restart of the daemon's, the daemon takes the
+        scheduler for the writer: given up, which also makes the workers join, and asked for again.
+        """
         if not held.pages:
             return None
-        if held.start + held.pages > end:
+        if held.writes or held.start + held.pages > end:
+            asked.saved = held.start
             self._abort(held)
             return None
         self._reservations[held.number] = held
@@ -360,7 +367,10 @@ class Scheduler:
         self._give_back(None if lease is None or not lease.number else lease.release)
 
     def _abort(self, held: Reservation | None) -> None:
-        self._give_back(None if held is None else held.abort)
+        """Give up a reservation here, and in the workers with the next step."""
+        if held is not None and held.number:
+            self._drops.append(held.share())
+            self._give_back(held.abort)
 
     def _give_back(self, verb: Callable[[], None] | None) -> None:
         """Let go in a thread."""
@@ -372,10 +382,9 @@ class Scheduler:
         if not future.cancelled() and future.exception() is None:
             future.result().release()
 
-    @staticmethod
-    def _abort_found(future: Future[Reservation]) -> None:
+    def _abort_found(self, future: Future[Reservation]) -> None:
         if not future.cancelled() and future.exception() is None:
-            future.result().abort()
+            self._abort(future.result())
 
 
 def tiers_of(path: Path) -> dict[Tier, int]:

@@ -51,7 +51,6 @@ class Worker:
         self.spec = spec_of(vllm_config, kv_cache_config, backends, str(kv_cache_config.kv_cache_layout))
         self._slices = slices_of(self.spec, rank // replicas, shards)
         self._open = (rank, vllm_config.parallel_config.tensor_parallel_size)
-        self._writes = rank % replicas == 0
         self._planes = [
             Plane([tensors[name] for name in group.layer_names], kv_cache_config.num_blocks, spec, part)
             for group, spec, part in zip(
@@ -91,15 +90,18 @@ class Worker:
         not there.
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
-        for save in plan.saves if self._writes else ():
+        for share in plan.drops:
+            self._drop(self._adopt(share))
+        for save in plan.saves:
             held = self._adopt(save.share)
+            if isinstance(held, Reservation) and not held.writes:
+                continue  # a replica of this rank writes it
             if sound and isinstance(held, Reservation) and self._saved(save, held):
                 self._submit(lambda held=held: self._commit(held))
                 continue
             self.counts["saves_dropped"] += 1
             self._done.dropped.add(save.reservation)
-            if isinstance(held, Reservation):
-                self._submit(held.abort)
+            self._drop(held)
 
     def between(self) -> None:
         """Go on with loads that no step waits for, for a few milliseconds."""
@@ -189,6 +191,11 @@ class Worker:
                 self._planes[group].save(block, page)
                 self.counts["pages_saved"] += 1
         return not held.lost
+
+    def _drop(self, held: Lease | Reservation | None) -> None:
+        """Say that this process will not write into a reservation."""
+        if isinstance(held, Reservation):
+            self._submit(held.abort)
 
     @staticmethod
     def _commit(held: Reservation) -> None:
