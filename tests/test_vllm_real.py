@@ -49,7 +49,8 @@ def home(tmp_path: Path) -> Iterator[Daemon]:
 @pytest.mark.parametrize("attach", ATTACH)
 def test_real_weights_give_the_same_bits(smollm: Path, home: Daemon, tmp_path: Path, attach: str, dtype: str):
     """30 layers, 3 KV heads: a fresh engine behind a restarted daemon gives the tokens and logprobs of the first."""
-    options = {"model": smollm, "attach": ATTACH[attach](home.socket), "dtype": dtype}
+    more = {"host_bytes": 64 << 20} if attach == "tier" else {}
+    options = {"model": smollm, "attach": ATTACH[attach](home.socket, **more), "dtype": dtype}
     row = [token * 17 for token in prompt(200)]
     with Engine(tmp_path / "log", **options) as cold:
         want = cold.generate([row], tokens=16)[0]

@@ -41,13 +41,13 @@ def connector(socket: Path, **extra: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tier(socket: Path, **extra: Any) -> dict[str, Any]:
+def tier(socket: Path, host_bytes: int = 4 << 20, **extra: Any) -> dict[str, Any]:
     """Configuration that attaches KvtierSecondaryTier, below a host tier that works on a CPU."""
     kvtier = {"type": "KvtierSecondaryTier", "module_path": "kvtier.engines.vllm.tier", "socket": str(socket)}
     return {
         "kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
-            "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_tiering", "cpu_bytes_to_use": 4 << 20,
+            "spec_name": "CpuTieringSpec", "spec_module_path": "cpu_tiering", "cpu_bytes_to_use": host_bytes,
             "offload_prompt_only": False, "secondary_tiers": [kvtier | extra],
         },
     }  # fmt: skip
