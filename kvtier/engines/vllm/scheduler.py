@@ -102,7 +102,7 @@ class Scheduler:
 
     def begin(self, request: Any) -> None:
         """A request has come: bring what of it is on disk to host while it waits, and lease nothing yet."""
-        if self._cache is not None:
+        if self._cache is not None and not request.resumable:  # a streaming session may take tokens back
             asked = Asked(request, Path(self._cache, request.request_id))
             self._asked[request.request_id] = asked
             self._pool.submit(self._warm, asked, self._whole_pages(request))
@@ -278,8 +278,8 @@ class Scheduler:
     def heard(self, done: Done) -> None:
         """Workers have read leases, or given up reservations."""
         for number, times in done.leases.items():
-            lease, left = self._leases.pop(number)
-            if left > times:
+            lease, left = self._leases.pop(number, (None, 0))
+            if lease is not None and left > times:
                 self._leases[number] = (lease, left - times)
             else:
                 self._release(lease)
