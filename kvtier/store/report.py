@@ -27,7 +27,7 @@ class Report:
     def __init__(self, parts: Parts, version: str) -> None:
         self.parts = parts
         self.version = version
-        self.started = time.time()
+        self.started = time.monotonic()
 
     def stat(self, msg: wire.Stat) -> wire.Info:
         """Counters that any engine may see."""
@@ -72,7 +72,7 @@ class Report:
             {
                 "version": self.version,
                 "pid": os.getpid(),
-                "uptime_s": round(time.time() - self.started, 1),
+                "uptime_s": round(time.monotonic() - self.started, 1),
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "tiers": self._tiers(),
                 "caches": len(parts.caches),
@@ -96,7 +96,7 @@ class Report:
         return wire.Info(
             {
                 "version": self.version,
-                "uptime_s": time.time() - self.started,
+                "uptime_s": time.monotonic() - self.started,
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "tiers": self._tiers(),
                 "caches": len(caches),
