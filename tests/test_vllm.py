@@ -267,6 +267,22 @@ def test_what_changes_kv_is_never_shared(models: Path, home: Daemon, tmp_path: P
                 assert texts(got) == texts(want)
 
 
+def test_adapters_share_only_with_the_very_same_weights(models: Path, home: Daemon, tmp_path: Path):
+    """LoRA: not with the model alone, and not with another adapter of the same name and path."""
+    options = {"model": models / "llama", "attach": connector(home.socket), "enable_lora": True, "max_lora_rank": 8}
+    lora = make_model(tmp_path / "adapter", "adapter")
+    with Engine(tmp_path / "log", **options) as engine:
+        base = engine.generate([prompt(200)])
+        tuned = engine.again([prompt(200)], lora=str(lora))
+        assert tuned[0]["cached"] == 0
+        assert texts(tuned) != texts(base)
+        wait_for(lambda: engine.again([prompt(200)], lora=str(lora))[0]["cached"] == 192, engine)
+    make_model(lora, "adapter", seed=1)
+    with Engine(tmp_path / "log", **options) as engine:
+        assert engine.generate([prompt(200)], lora=str(lora))[0]["cached"] == 0
+        assert texts(engine.again([prompt(200)])) == texts(base)
+
+
 def test_the_tier_shares_nothing_that_changes_kv(models: Path, home: Daemon, tmp_path: Path):
     """The same for the secondary tier: salts, weights in place, other weights, another type."""
     with Engine(tmp_path / "log", model=models / "llama", attach=tier(home.socket)) as engine:

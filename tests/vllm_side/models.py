@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -29,10 +30,29 @@ def gemma() -> torch.nn.Module:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def adapter(folder: Path) -> None:
+    """A LoRA of the Llama's: rank 4 on the queries and values of each layer."""
+    from safetensors.torch import save_file
+
+    size, state = COMMON["hidden_size"], {}
+    for layer in range(4):
+        for part in ("q_proj", "v_proj"):
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            state[f"{name}.lora_A.weight"] = torch.randn(4, size)
+            state[f"{name}.lora_B.weight"] = torch.randn(size, 4)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(state, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 def main() -> None:
     """Make it, with weights so large that rounding does not choose its tokens."""
     folder, kind, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.manual_seed(seed)
+    if kind == "adapter":
+        adapter(folder)
+        return
     model = {"llama": llama, "gemma": gemma}[kind]().eval()
     with torch.no_grad():
         for tensor in model.parameters():
