@@ -74,6 +74,7 @@ class Scheduler:
         self._client = client
         self._world = world
         self._pool = ThreadPoolExecutor(THREADS, "kvtier")
+        self._back = ThreadPoolExecutor(1, "kvtier-back")  # what frees room does not queue behind what waits for it
         self._asked: dict[str, Asked] = {}
         self._loads: list[Load] = []
         self._leases: dict[int, tuple[Lease, int]] = {}
@@ -303,7 +304,7 @@ class Scheduler:
             self._release(asked.lease)
             if asked.lookup is not None and asked.lease is None:
                 asked.lookup.add_done_callback(self._release_found)
-            self._pool.submit(self._forget, asked)
+            self._back.submit(self._forget, asked)
 
     def reset(self) -> None:
         """The weights have changed, to what nobody can say: this engine's KV is its own from now on.
@@ -334,7 +335,8 @@ class Scheduler:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._pool.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._back):
+            pool.shutdown(cancel_futures=True)
         self._client.close()
 
     # -- threads -------------------------------------------------------------------------------------------------
@@ -375,7 +377,7 @@ class Scheduler:
     def _give_back(self, verb: Callable[[], None] | None) -> None:
         """Let go in a thread."""
         if verb is not None:
-            self._pool.submit(verb)
+            self._back.submit(verb)
 
     @staticmethod
     def _release_found(future: Future[Lease]) -> None:
