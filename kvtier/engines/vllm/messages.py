@@ -70,9 +70,12 @@ class Done(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """How many workers have read what they were to read of a lease."""
     dropped: set[int] = field(default_factory=set)
     """Reservations that some worker has given up."""
+    served: set[int] = field(default_factory=set)
+    """Reservations of which every page is served."""
     failures: dict[int, int] = field(default_factory=dict)
     """By rank, how many loads that a step computed with have failed so far."""
 
     def aggregate(self, other: Done) -> Done:
         """What two workers have told."""
-        return Done(self.leases + other.leases, self.dropped | other.dropped, self.failures | other.failures)
+        dropped, served = self.dropped | other.dropped, self.served | other.served
+        return Done(self.leases + other.leases, dropped, served, self.failures | other.failures)

@@ -7,17 +7,16 @@ for again in a later step (a lookup) or given up (a save). While the daemon is a
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from kvtier.client import Cache, Client, Lease, Path, Reservation
+from kvtier.engines.vllm.asked import Asked, tiers_of
 from kvtier.engines.vllm.formats import changed
 from kvtier.engines.vllm.keys import Keys
 from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
@@ -35,36 +34,13 @@ PENDING_S: Final = 0.25
 POLL_S: Final = 0.005
 RESERVE_MS: Final = 500
 """Giving pages back may wait so long for room to be made; meanwhile steps go on."""
+WRITE_S: Final = 30.0
+"""A reservation that is not served by then never will be."""
 LATER_BYTES: Final = 32 << 20
 """A load of more is copied between steps, so that requests that run do not wait for it."""
 
 T = TypeVar("T")
 _log = logging.getLogger("kvtier.vllm")
-
-
-@dataclass
-class Asked:
-    """One request of the engine's, and what is going on for it."""
-
-    request: Any
-    path: Path
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the thread that asks the daemon about the path."""
-    keyed: int = 0
-    """Pages whose keys the path has."""
-    lookup: Future[Lease] | None = None
-    lease: Lease | None = None
-    plan: tuple[int, int] = (0, 0)
-    """Pages [first, end) that are being loaded."""
-    reserving: Future[Reservation] | None = None
-    saved: int = 0
-    """Pages before this one are stored, or on their way."""
-    loads: bool = True
-    """False after a load failed: the next answer is that there is nothing."""
-    saves: bool = True
-    """False where its KV must not be stored."""
-    sources: dict[Tier, int] = field(default_factory=dict)
-    """Pages of the match by tier."""
 
 
 class Scheduler:
@@ -79,7 +55,8 @@ class Scheduler:
         self._loads: list[Load] = []
         self._leases: dict[int, tuple[Lease, int]] = {}
         """Leases that workers read, and how many still do."""
-        self._reservations: dict[int, Reservation] = {}
+        self._reservations: dict[int, tuple[Reservation, float]] = {}
+        """What workers write, oldest first, and since when."""
         self._drops: list[bytes] = []
         self._heard: dict[int, int] = {}
         self._left_s = STEP_S
@@ -202,6 +179,10 @@ class Scheduler:
         saves = self._saves(output) if self._cache is not None else ()
         self._left_s = STEP_S
         epoch = self._cache.epoch if self._cache is not None else 0
+        for number, (held, since) in list(self._reservations.items())[:8]:
+            if time.monotonic() - since > WRITE_S:  # some worker joined too late to be its writer
+                self._reservations.pop(number)
+                self._abort(held)
         drops, self._drops = tuple(self._drops), []
         return Plan(self._changed, epoch, loads, saves, drops, dict(self._heard))
 
@@ -269,7 +250,7 @@ class Scheduler:
             asked.saved = held.start
             self._abort(held)
             return None
-        self._reservations[held.number] = held
+        self._reservations[held.number] = (held, time.monotonic())
         blocks = tuple(list(row[held.start : held.start + held.pages]) for row in table)
         self.counts["pages_reserved"] += held.pages
         return Save(held.number, held.share(), held.start, blocks)
@@ -284,11 +265,11 @@ class Scheduler:
                 self._leases[number] = (lease, left - times)
             else:
                 self._release(lease)
+        for number in done.served:
+            self._reservations.pop(number, None)
         for number in done.dropped:
-            self._abort(self._reservations.pop(number, None))
+            self._abort(self._reservations.pop(number, (None, 0))[0])
         self._heard |= done.failures
-        while len(self._reservations) > 4096:  # what was committed is over: only what is dropped is asked for
-            self._reservations.pop(next(iter(self._reservations)))
 
     def failed(self, names: set[str]) -> None:
         """Loads between steps failed: these requests are computed."""
@@ -387,11 +368,3 @@ class Scheduler:
     def _abort_found(self, future: Future[Reservation]) -> None:
         if not future.cancelled() and future.exception() is None:
             self._abort(future.result())
-
-
-def tiers_of(path: Path) -> dict[Tier, int]:
-    """Pages of a match by tier, root first."""
-    out: dict[Tier, int] = {}
-    for segment in path.segments:
-        out[Tier(segment.tier)] = out.get(Tier(segment.tier), 0) + segment.pages
-    return out

@@ -131,7 +131,7 @@ class Worker:
     def take_done(self) -> Done | None:
         """What the scheduler's side waits for."""
         done, self._done = self._done, Done()
-        return done if done.leases or done.dropped or done.failures else None
+        return done if done.leases or done.dropped or done.served or done.failures else None
 
     def take_counts(self) -> dict[str, int]:
         """Counters since the last call."""
@@ -197,11 +197,11 @@ class Worker:
         if isinstance(held, Reservation):
             self._submit(held.abort)
 
-    @staticmethod
-    def _commit(held: Reservation) -> None:
+    def _commit(self, held: Reservation) -> None:
         """Say that it is written; in a thread of its own, as the daemon sums it before it answers."""
         try:
-            held.commit()
+            if held.commit() >= held.pages:
+                self._done.served.add(held.number)
         except KvtierError as exc:
             _log.warning("a commit was refused: %s", exc)
 
