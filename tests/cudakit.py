@@ -109,8 +109,8 @@ def place(made: Launch, memory: ptx.Memory) -> list[int]:
     return [memory.put(arg) if isinstance(arg, np.ndarray) else arg for arg in made.args]
 
 
-def run(op: Op, memory: ptx.Memory, compiler: str, arch: int, processors: int = 2) -> ptx.Traffic:
+def run(op: Op, memory: ptx.Memory, compiler: str, arch: int, blocks: int = 0) -> ptx.Traffic:
     """Do an operation with the kernel that `launch` picks, on the CPU."""
-    made = launch(op, processors)
+    made = launch(op, 2, blocks)
     kernel = kernels(compiler, made.source, arch)[made.name]
     return ptx.Run(kernel, memory, made.grid, made.block, place(made, memory)).go()
