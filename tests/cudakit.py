@@ -59,7 +59,9 @@ def _nvrtc_compile(what: Source, arch: str, more: tuple[str, ...]) -> tuple[byte
     text = source("cuda", what.file).read_bytes()
     assert not library.nvrtcCreateProgram(ctypes.byref(program), text, what.file.encode(), 0, None, None)
     options = [f"-arch={arch}", *FLAGS, *(f"-D{d}" for d in what.defines), *more]
-    failed = library.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options)))
+    failed = library.nvrtcCompileProgram(
+        program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))
+    )
     library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     library.nvrtcGetProgramLog(program, log)
@@ -78,7 +80,17 @@ def _nvcc_compile(what: Source, arch: str, more: tuple[str, ...]) -> tuple[bytes
     with tempfile.TemporaryDirectory() as home:
         out = Path(home) / "out"
         defines = [f"-D{d}" for d in what.defines]
-        command = [nvcc(), kind, f"-arch={arch}", *FLAGS, *defines, *more, str(source("cuda", what.file)), "-o", str(out)]
+        command = [
+            nvcc(),
+            kind,
+            f"-arch={arch}",
+            *FLAGS,
+            *defines,
+            *more,
+            str(source("cuda", what.file)),
+            "-o",
+            str(out),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         assert done.returncode == 0, done.stderr
         return out.read_bytes(), done.stderr

@@ -57,7 +57,8 @@ def _kernel(params: str, body: str) -> Kernel:
         shared[name], at = at, at + int(size)
     code: list[Instruction] = []
     labels = {}
-    for line in re.split(r"[;\n]\s*", re.sub(r"\{(?=[^}]*\})([^}]*)\}", lambda m: "{" + m[1] + "}", body)):
+    body = re.sub(r"\{\s*\.reg [^;]*;([^\n]*;)\s*\}", r"\1", body)  # a scope for a name that nobody else has
+    for line in re.split(r"[;\n]\s*", body):
         line = line.strip()
         if not line or line.startswith("."):
             continue
@@ -212,7 +213,9 @@ class Run:
             for cta in np.unique(self.cta[lanes]):
                 here = int(np.count_nonzero(self.cta[lanes] == cta))
                 if here != self.block:
-                    raise Fault(f"a barrier that {self.block - here} threads of the block miss: {self.kernel.body[pc].text}")
+                    raise Fault(
+                        f"a barrier that {self.block - here} threads of the block miss: {self.kernel.body[pc].text}"
+                    )
                 self.shared_by[:, cta] = NOBODY
         return {pc + 1: lanes for pc, lanes in waiting.items()}
 
@@ -456,7 +459,14 @@ PACKED: dict[str, Callable[..., np.ndarray]] = {"f16x2": halves, "bf16x2": bf16_
 
 
 def _compare(code: Instruction, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    test = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}
+    test = {
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+        "eq": np.equal,
+        "ne": np.not_equal,
+    }
     name = code.op[1]
     if name.endswith("u") and a.dtype.kind == "f":
         return test[name[:-1]](a, b) | np.isnan(a) | np.isnan(b)

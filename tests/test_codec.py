@@ -102,7 +102,9 @@ def test_channels_save_keys_with_outlying_channels():
     assert off["channel"] < off["token"] / 3
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("fp8", 1.93), ("int8", 1.93), ("int4", 3.76), ("int8-kivi", 1.85), ("int4-kivi", 3.45)])
+@pytest.mark.parametrize(
+    ("name", "ratio"), [("fp8", 1.93), ("int8", 1.93), ("int4", 3.76), ("int8-kivi", 1.85), ("int4-kivi", 3.45)]
+)
 def test_cells_are_as_small_as_stated(name: str, ratio: float):
     """Bytes of bf16 cells of 64 tokens and 128 channels over those of quantized ones."""
     small = codec.cell(codec.codec(name), 64, (128, 128)).bytes

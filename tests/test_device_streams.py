@@ -60,7 +60,9 @@ class Story:
     def expect(self, ids: np.ndarray, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
         """Pages and blocks as they must come out."""
         shadow = EngineKv(SHAPE, lambda size: (0, np.zeros(size, np.uint8)))
-        shadow.logical()[:, ids] = np.random.default_rng(seed).integers(0, 256, shadow.logical()[:, ids].shape, np.uint8)
+        shadow.logical()[:, ids] = np.random.default_rng(seed).integers(
+            0, 256, shadow.logical()[:, ids].shape, np.uint8
+        )
         return [shadow.page([block]) for block in ids], shadow.logical()[:, ids].reshape(SHAPE.layers, len(ids), -1)
 
     def turn(self, number: int) -> None:

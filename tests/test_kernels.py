@@ -139,7 +139,7 @@ def test_gather_and_scatter_are_exact(name: str, compiler: str, arch: int):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_cpu_in_a_gpus_place_does_the_same(name: str):
-    """numpy on raw addresses makes the same canonical pages and brings them back."""
+    """Numpy on raw addresses makes the same canonical pages and brings them back."""
     at = scene(*LAYOUTS[name])
     do_on_host(at, to_slots=True)
     check_gather(at)

@@ -75,7 +75,9 @@ def launch(op: Op, processors: int, blocks: int = 0) -> Launch:
     if isinstance(op, Sum):
         keys = sum_keys()
         grid = (min(len(op.slots), most), 1)
-        return Launch(Source("sums.cu"), "sum_slots", grid, SUM_THREADS, (op.slots, len(op.slots), op.bytes, keys, op.out))
+        return Launch(
+            Source("sums.cu"), "sum_slots", grid, SUM_THREADS, (op.slots, len(op.slots), op.bytes, keys, op.out)
+        )
     return _quantize(op, most) if op.kind else _move(op, most)
 
 

@@ -185,12 +185,12 @@ class Shuttle:
     def _places(self, stage: Stage, piece: Piece, pages: slice) -> tuple[Words, Words]:
         """Where pages lie in a staging buffer, and where slots would begin whose `piece` lay there."""
         step = align_up(piece.bytes, STAGE_ALIGN)
-        staged = np.uint64(stage.memory.address) + np.arange(pages.stop - pages.start, dtype=np.uint64) * np.uint64(step)
+        staged = np.uint64(stage.memory.address) + np.arange(pages.stop - pages.start, dtype=np.uint64) * np.uint64(
+            step
+        )
         return staged, staged - np.uint64(piece.at)
 
-    def _launch(
-        self, ids: Words, slots: Words, piece: Piece, stream: Stream, pages: slice, *, to_slots: bool
-    ) -> None:
+    def _launch(self, ids: Words, slots: Words, piece: Piece, stream: Stream, pages: slice, *, to_slots: bool) -> None:
         """The kernels of one batch."""
         per = self.plan.per
         blocks = np.asarray(ids)[pages.start * per : pages.stop * per]
