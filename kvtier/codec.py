@@ -139,9 +139,9 @@ def _scale(x: Array, kind: str, element: str) -> tuple[Array, Array, Array]:
         step = np.where(good, span, 0) * np.float32(float.fromhex(_OVER[kind]))
         tiny = step < TINY
         if kind == "fp8":
-            word = np.where(tiny, np.float32(0), step).view(np.uint32)
+            plain = np.where(tiny, np.float32(0), step).view(np.uint32)
             inverse = np.where(tiny, 0, np.float32(1) / step)
-            return np.zeros_like(least), inverse.astype(np.float32), np.where(good, word, 0x7FC00000).astype(np.uint32)
+            return np.zeros_like(least), inverse.astype(np.float32), np.where(good, plain, 0x7FC00000).astype("u4")
         up = np.where(tiny, 0, _up(np.where(tiny, np.float32(1), step), element)).astype(np.uint32)
         inverse = np.where(tiny, 0, np.float32(1) / widen(up.astype(np.uint16), element)).astype(np.float32)
         word = narrow(np.where(good, least, 0), element).astype(np.uint32) | up << 16
@@ -154,7 +154,8 @@ def _e4m3(x: Array) -> Array:
     size = bits & 0x7FFFFFFF
     small = np.rint(np.where(size < 0x3C800000, np.abs(x), 0) * np.float32(512)).astype(np.uint32)  # below 2**-6
     near = np.minimum(((size + 0x7FFFF + (size >> 20 & 1)) >> 20) - np.uint32(120 << 3), 0x7E)
-    return (np.where(size < 0x3C800000, small, near) | bits >> 24 & 0x80).astype(np.uint8)
+    code: Array = np.where(size < 0x3C800000, small, near) | bits >> 24 & 0x80
+    return code.astype(np.uint8)
 
 
 def _of_e4m3(codes: Array) -> Array:
@@ -192,9 +193,10 @@ def _unlaid(words: Array, dim: int) -> Array:
 
 
 def pack(raw: Array, kind: str, axis: str, element: str) -> tuple[Array, Array]:
-    """Quantize rows of uint16 words [..., tokens, dim]: codes uint8 [..., tokens, row bytes], scales uint32 [..., n]."""
+    """Quantize uint16 words [..., tokens, dim]: codes uint8 [..., tokens, row bytes], scales uint32 [..., n]."""
     x = widen(raw, element)
-    codes, words = np.empty(x.shape, np.uint8), []
+    codes: Array = np.empty(x.shape, np.uint8)
+    words = []
     for group, out in zip(_groups(x, axis), _groups(codes, axis), strict=True):
         least, inverse, word = _scale(group, kind, element)
         out[...] = _codes(group, least[..., None], inverse[..., None], kind)

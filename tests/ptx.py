@@ -20,7 +20,7 @@ FLOATS = {4: np.float32}
 Lanes = np.ndarray
 
 
-class Fault(AssertionError):
+class WrongError(AssertionError):
     """What the kernel did wrong, with the instruction."""
 
 
@@ -58,17 +58,16 @@ def _kernel(params: str, body: str) -> Kernel:
     code: list[Instruction] = []
     labels = {}
     body = re.sub(r"\{\s*\.reg [^;]*;([^\n]*;)\s*\}", r"\1", body)  # a scope for a name that nobody else has
-    for line in re.split(r"[;\n]\s*", body):
-        line = line.strip()
+    for part in re.split(r"[;\n]\s*", body):
+        line = part.strip()
         if not line or line.startswith("."):
             continue
         label = re.match(r"(\$?\w+):\s*(.*)$", line, re.DOTALL)
         if label:
             labels[label[1]] = len(code)
-            line = label[2].strip()
-            if not line:
-                continue
-        code.append(_instruction(line))
+        rest = label[2].strip() if label else line
+        if rest:
+            code.append(_instruction(rest))
     return Kernel(names, code, labels, shared, at)
 
 
@@ -136,8 +135,8 @@ class Run:
         x, y = self.cta % grid[0], self.cta // grid[0] % grid[1]
         one = np.ones(self.count, np.int64)
         self.special = {
-            "%tid.x": lane % block, "%ntid.x": one * block, "%ctaid.x": x, "%ctaid.y": y, "%ctaid.z": self.cta // grid[0] // grid[1],
-            "%nctaid.x": one * grid[0], "%nctaid.y": one * grid[1], "%tid.y": one * 0, "%ntid.y": one,
+            "%tid.x": lane % block, "%ntid.x": one * block, "%ctaid.x": x, "%ctaid.y": y,
+            "%nctaid.x": one * grid[0], "%nctaid.y": one * grid[1],
         }  # fmt: skip
         self.params = dict(zip(kernel.params, args, strict=True))
         self.registers: dict[str, np.ndarray] = {}
@@ -182,8 +181,8 @@ class Run:
             if len(doing):
                 try:
                     self._step(code, doing)
-                except Fault as exc:
-                    raise Fault(f"{exc}: {code.text}") from None
+                except WrongError as exc:
+                    raise WrongError(f"{exc}: {code.text}") from None
             pc += 1
 
     def _guarded(self, code: Instruction, lanes: Lanes) -> tuple[Lanes, Lanes]:
@@ -213,7 +212,7 @@ class Run:
             for cta in np.unique(self.cta[lanes]):
                 here = int(np.count_nonzero(self.cta[lanes] == cta))
                 if here != self.block:
-                    raise Fault(
+                    raise WrongError(
                         f"a barrier that {self.block - here} threads of the block miss: {self.kernel.body[pc].text}"
                     )
                 self.shared_by[:, cta] = NOBODY
@@ -230,7 +229,7 @@ class Run:
         if name in self.kernel.shared:
             return np.full(len(lanes), self.kernel.shared[name], np.uint64)
         if name.startswith(("0f", "0F")):
-            return np.full(len(lanes), int(name[2:], 16), np.uint64)
+            return np.full(len(lanes), int("0x" + name[2:], 0), np.uint64)
         return np.full(len(lanes), int(name.rstrip("U"), 0) & 0xFFFF_FFFF_FFFF_FFFF, np.uint64)
 
     def _get(self, name: str, kind: str, lanes: Lanes) -> np.ndarray:
@@ -331,9 +330,9 @@ class Run:
         base, _, offset = where.strip("[]").partition("+")
         at = self._raw(base.strip(), lanes).astype(np.int64) + int(offset or 0)
         if space not in {"global", "shared"}:
-            raise Fault("no state space")
+            raise WrongError("no state space")
         if np.any(at % (size * len(names))):
-            raise Fault("misaligned")
+            raise WrongError("misaligned")
         touch: Callable[..., np.ndarray] = self._global if space == "global" else self._shared
         data = None
         if not load:
@@ -348,10 +347,12 @@ class Run:
     def _global(self, at: np.ndarray, size: int, data: np.ndarray | None, lanes: Lanes) -> np.ndarray:
         at = at - self.memory.base
         if np.any((at < 0) | (at + size > len(self.memory.bytes))):
-            raise Fault(f"{np.count_nonzero((at < 0) | (at + size > len(self.memory.bytes)))} threads out of bounds")
+            raise WrongError(
+                f"{np.count_nonzero((at < 0) | (at + size > len(self.memory.bytes)))} threads out of bounds"
+            )
         first, last = self.memory.owner[at], self.memory.owner[at + size - 1]
         if np.any((first == 0) | (first != last)):
-            raise Fault(f"{np.count_nonzero((first == 0) | (first != last))} threads out of bounds")
+            raise WrongError(f"{np.count_nonzero((first == 0) | (first != last))} threads out of bounds")
         self.traffic.sectors += len(np.unique(self.warp[lanes].astype(np.int64) << 40 | at >> 5))
         cells = at[:, None] + np.arange(size)
         _note(self.readers, self.writers, cells, lanes, data is not None)
@@ -363,7 +364,7 @@ class Run:
     def _shared(self, at: np.ndarray, size: int, data: np.ndarray | None, lanes: Lanes) -> np.ndarray:
         width = self.shared.shape[1]
         if np.any((at < 0) | (at + size > width)):
-            raise Fault("out of bounds in shared memory")
+            raise WrongError("out of bounds in shared memory")
         cells = (self.cta[lanes] * width + at)[:, None] + np.arange(size)
         flat = self.shared.reshape(-1)
         _note(self.shared_by[0].reshape(-1), self.shared_by[1].reshape(-1), cells, lanes, data is not None)
@@ -376,7 +377,7 @@ class Run:
         assert code.op[:3] == ("shfl", "sync", "bfly"), code.text
         whole = np.bincount(self.warp[lanes], minlength=1)
         if np.any((whole != 0) & (whole != 32)) or np.any(self._raw(code.args[4], lanes) & 0xFFFF_FFFF != 0xFFFF_FFFF):
-            raise Fault("a shuffle by a part of a warp")
+            raise WrongError("a shuffle by a part of a warp")
         value = self._raw(code.args[1], lanes).reshape(-1, 32)
         by = self._raw(code.args[2], lanes).reshape(-1, 32).astype(np.int64)
         partner = np.arange(32)[None, :] ^ by
@@ -391,17 +392,17 @@ def _note(readers: np.ndarray, writers: np.ndarray, cells: np.ndarray, lanes: La
     who = np.broadcast_to(lanes[:, None], cells.shape)
     wrote, read = writers[cells], readers[cells]
     if np.any((wrote != NOBODY) & (wrote != who)):
-        raise Fault("a race: another thread wrote this")
+        raise WrongError("a race: another thread wrote this")
     if not write:
         readers[cells] = np.where((read == NOBODY) | (read == who), who, MANY)
         again = readers[cells] != who  # several threads of one instruction
         readers[cells[again]] = MANY
         return
     if np.any((read != NOBODY) & (read != who)):
-        raise Fault("a race: another thread read this")
+        raise WrongError("a race: another thread read this")
     writers[cells] = who
     if np.any(writers[cells] != who):
-        raise Fault("a race: two threads write one address")
+        raise WrongError("a race: two threads write one address")
 
 
 def flushed(value: np.ndarray) -> np.ndarray:
@@ -456,6 +457,11 @@ def halves_of_e4m3(codes: np.ndarray) -> np.ndarray:
 
 
 PACKED: dict[str, Callable[..., np.ndarray]] = {"f16x2": halves, "bf16x2": bf16_pair, "e4m3x2": e4m3_pair}
+
+
+COMPARE = {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
 
 
 def _compare(code: Instruction, a: np.ndarray, b: np.ndarray) -> np.ndarray:

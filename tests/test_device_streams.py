@@ -129,7 +129,7 @@ def test_any_legal_order_of_work_brings_the_same_bytes(way: str):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_wait_is_needed(way: str):
-    """Without any one of the waits some of 50 orders goes wrong: none is there in vain and none is missed by this test."""
+    """Without any one of the waits some of 50 orders goes wrong: none is there in vain, none goes untested."""
     sites = {where for seed in range(3) for where in tell(way, seed)[1]}
     assert len([name for name, _ in sites if name == "shuttle.py"]) >= 3
     needless = [where for where in sites if not any(tell(way, seed, where)[0] for seed in range(SEEDS))]

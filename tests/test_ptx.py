@@ -30,17 +30,15 @@ HEAD = """
 	add.s32 %r4, %r3, %r2;
 	xor.b32 %r5, %r4, 128;
 """
+NEXT = "xor.b32 %r6, %r1, 1;\n mul.wide.u32 %rd4, %r6, 4;\n add.s64 %rd5, %rd1, %rd4;"
+LOAD = "ld.global.u32 %r7, [%rd5];"
 WRONG = {
     "a step too far": ("ld.global.u32 %r6, [%rd3+4];", "1 threads out of bounds"),
     "from one array into the next": ("ld.global.u32 %r6, [%rd3+512];", "out of bounds"),
     "crooked": ("ld.global.u32 %r6, [%rd3+2];", "misaligned"),
     "no state space": ("ld.u32 %r6, [%rd3];", "no state space"),
     "all write to one place": ("st.global.u32 [%rd1], %r1;", "two threads write one address"),
-    "one reads what another writes": (
-        "st.global.u32 [%rd3], %r1;\n xor.b32 %r6, %r1, 1;\n mul.wide.u32 %rd4, %r6, 4;\n add.s64 %rd5, %rd1, %rd4;\n"
-        "ld.global.u32 %r7, [%rd5];",
-        "another thread wrote this",
-    ),
+    "one reads what another writes": (f"st.global.u32 [%rd3], %r1;\n{NEXT}\n{LOAD}", "another thread wrote this"),
     "no barrier between": ("st.shared.u32 [%r4], %r1;\n ld.shared.u32 %r6, [%r5];", "another thread wrote this"),
     "a barrier that half misses": (
         "setp.gt.u32 %p1, %r1, 31;\n @%p1 bra $L_end;\n bar.sync 0;\n$L_end:\n ret;",

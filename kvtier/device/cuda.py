@@ -1,6 +1,6 @@
 """One NVIDIA GPU through cupy: raw memory, streams and events of its runtime, kernels of cuda/ by NVRTC.
 
-The only module that imports cupy (any distribution of it, CUDA 12 or 13). `kvtier.device.find` decides whether to import it.
+The only module that imports cupy, whichever distribution of it is here (CUDA 12 or 13); `find` decides whether to.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.device.base import Event, Facts, Stream
+from kvtier.device.host import raw
 from kvtier.device.ipc import LibCuda
 from kvtier.device.kernels import Launch, Source, launch
 from kvtier.device.ops import Op
@@ -29,7 +30,7 @@ NO_MEMORY: Final = 2
 TABLE_BYTES: Final = 4 << 20
 TABLE_ALIGN: Final = 256
 MAPPED: Final = 3
-"""cudaHostAllocPortable | cudaHostAllocMapped, and the same of cudaHostRegister: kernels reach it by its own address."""
+"""Portable and mapped, as cudaHostAlloc and cudaHostRegister name it: kernels reach it by its own address."""
 
 
 @contextlib.contextmanager
@@ -165,7 +166,7 @@ class CudaPinned:
         self.bytes = size
         with device.current(f"pinning {size} bytes"):
             self.address = int(runtime.hostAlloc(size, MAPPED))
-        self.data: Array = np.ndarray((size,), np.uint8, (ctypes.c_uint8 * size).from_address(self.address))
+        self.data: Array = raw(self.address, size)
 
     def free(self) -> None:
         """Give it back; once. No view of `data` may be used afterwards."""

@@ -20,10 +20,15 @@ Work = Callable[[], None]
 FACTS: Final = Facts("cpu", bytes(16), 1, 0)
 
 
+def raw(address: int, size: int) -> Array:
+    """Bytes at a raw address."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
 def view(address: int, shape: Sequence[int], strides: Sequence[int]) -> Array:
     """Bytes at a raw address as an array of uint8."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    return np.ndarray(tuple(shape), np.uint8, (ctypes.c_uint8 * span).from_address(address), strides=tuple(strides))
+    return np.ndarray(tuple(shape), np.uint8, raw(address, span), strides=tuple(strides))
 
 
 def engine_rows(sheet: Sheet, base: int, block: int) -> Array:
@@ -41,7 +46,7 @@ def _pages(op: Move) -> Iterator[tuple[int, list[int], int]]:
     """(slot address, the page's engine blocks, plane) of all that is to move."""
     for number, slot in enumerate(op.slots.tolist()):
         blocks = op.ids[number * op.per : (number + 1) * op.per].tolist()
-        for plane in range(op.first, op.first + op.count):
+        for plane in range(op.first, op.first + op.planes):
             yield slot, blocks, plane
 
 
@@ -77,8 +82,8 @@ def quantize(op: Move) -> None:
 
 def add_up(op: Sum) -> None:
     """Checksums of slots."""
-    sums = [xxhash.xxh3_64_intdigest(view(slot, (op.bytes,), (1,))) for slot in op.slots.tolist()]
-    view(op.out, (8 * len(sums),), (1,)).view(np.uint64)[:] = sums
+    sums = [xxhash.xxh3_64_intdigest(raw(slot, op.size).data) for slot in op.slots.tolist()]
+    raw(op.out, 8 * len(sums)).view(np.uint64)[:] = sums
 
 
 def do(op: Op) -> None:

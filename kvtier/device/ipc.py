@@ -1,8 +1,8 @@
 """GPU memory of another process, by raw handles: who exports it, who has it mapped, and what to do where that fails.
 
-A handle names a whole allocation; what is shared is a stretch of it. Handles travel as plain fields in frames of our own
-(never pickled), and GPUs are named by uuid, since ordinals differ between processes. Memory from cudaMalloc is shared by
-CUDA IPC handles; memory made of VMM chunks (sleep mode, expandable segments) by one descriptor, sent over the socket.
+A handle names a whole allocation; what is shared is a stretch of it. Handles travel as plain fields in frames of our
+own, never pickled, and GPUs are named by uuid, since ordinals differ between processes. Memory from cudaMalloc is
+shared by CUDA IPC handles; memory made of VMM chunks (sleep mode, expandable segments) by a descriptor over the socket.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def probe(mappings: Mappings, owner: object, what: Exported, read: Callable[[int
 
 
 class LibCuda:
-    """The few calls of the driver that cupy does not have, by ctypes. Raises KvtierError(io) where there is no driver."""
+    """The few calls of the driver that cupy does not have, by ctypes. Raises KvtierError(io), also without a driver."""
 
     def __init__(self) -> None:
         try:

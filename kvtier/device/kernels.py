@@ -61,12 +61,12 @@ def sum_keys() -> npt.NDArray[np.uint64]:
     return np.array([*words, *FIRST], np.uint64)
 
 
-def planes(sheet: Sheet, first: int, count: int) -> npt.NDArray[np.uint64]:
+def table(sheet: Sheet, first: int, count: int) -> npt.NDArray[np.uint64]:
     """The table of planes: 32 bytes each, of which the last 8 are not used."""
-    table = np.zeros((count, 4), np.uint64)
+    rows = np.zeros((count, 4), np.uint64)
     for number, column in enumerate((sheet.bases, sheet.ats, sheet.metas)):
-        table[:, number] = column[first : first + count]
-    return table
+        rows[:, number] = column[first : first + count]
+    return rows
 
 
 def launch(op: Op, processors: int, blocks: int = 0) -> Launch:
@@ -76,7 +76,7 @@ def launch(op: Op, processors: int, blocks: int = 0) -> Launch:
         keys = sum_keys()
         grid = (min(len(op.slots), most), 1)
         return Launch(
-            Source("sums.cu"), "sum_slots", grid, SUM_THREADS, (op.slots, len(op.slots), op.bytes, keys, op.out)
+            Source("sums.cu"), "sum_slots", grid, SUM_THREADS, (op.slots, len(op.slots), op.size, keys, op.out)
         )
     return _quantize(op, most) if op.kind else _move(op, most)
 
@@ -86,11 +86,11 @@ def _move(op: Move, most: int) -> Launch:
     sheet, width = op.sheet, op.sheet.width
     vectors = sheet.heads * sheet.tokens * sheet.row // width
     threads = min(max(32, -(-vectors // EACH) // 32 * 32), THREADS)
-    units = len(op.ids) * op.count
+    units = len(op.ids) * op.planes
     parts = min(-(-vectors // (threads * EACH)), max(1, most // units))
     grid = (min(units, max(1, most // parts)), parts)
     args = (
-        planes(sheet, op.first, op.count), op.count, op.slots, op.ids, len(op.ids), op.per, sheet.block_stride,
+        table(sheet, op.first, op.planes), op.planes, op.slots, op.ids, len(op.ids), op.per, sheet.block_stride,
         sheet.heads, sheet.head_stride, sheet.head_pitch, sheet.tokens, sheet.token_stride, sheet.row,
     )  # fmt: skip
     return Launch(Source("pages.cu"), f"{'gather' if op.to_slots else 'scatter'}_{width}", grid, threads, args)
@@ -102,14 +102,14 @@ def _quantize(op: Move, most: int) -> Launch:
     vecs = sheet.row // 16
     lanes = min(1 << (vecs - 1).bit_length(), 32)
     tokens = sheet.tokens * op.per
-    heads = len(op.slots) * op.count * sheet.heads
+    heads = len(op.slots) * op.planes * sheet.heads
     if sheet.axis == "channel":
         items = heads * -(-tokens // 32) * vecs
     else:
         items = heads * tokens // (WIDE_ROWS if vecs > 32 else ROWS) * lanes
     source = Source("quant.cu", (f"ELEMENT={ELEMENTS[op.element]}", f"CODEC={CODECS[op.kind]}"))
     args = (
-        planes(sheet, op.first, op.count), op.count, op.slots, op.ids, len(op.slots), op.per, sheet.block_stride,
+        table(sheet, op.first, op.planes), op.planes, op.slots, op.ids, len(op.slots), op.per, sheet.block_stride,
         sheet.heads, sheet.head_stride, sheet.head_pitch, sheet.tokens, sheet.token_stride, vecs, lanes,
     )  # fmt: skip
     wide = "_wide" if sheet.axis == "token" and vecs > 32 else ""

@@ -1,4 +1,4 @@
-"""How an engine's paged KV lies, and how a page of it lies in a slot: sheets of planes that one launch can move. Pure."""
+"""How an engine's paged KV lies and how a page of it lies in a slot: sheets of planes that one launch moves. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VECTOR: Final = 16
 
 
 class Paged(NamedTuple):
-    """One layer's K, its V, or its fused rows, in blocks of `tokens` tokens; all in bytes. Strides may not be negative."""
+    """One layer's K, its V, or its fused rows, in blocks of `tokens` tokens. All in bytes, no stride negative."""
 
     base: int
     blocks: int
@@ -56,7 +56,7 @@ class Sheet(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes of the widest vector (up to 16) at whose boundaries all rows lie on both sides; slots lie at 16 bytes."""
+        """Bytes of the widest vector (up to 16) at whose boundaries all rows lie, where slots lie at those of 16."""
         strides = [self.block_stride, self.row, *self.bases, *self.ats]
         strides += [self.head_stride, self.head_pitch] if self.heads > 1 else []
         strides += [self.token_stride] if self.tokens > 1 else []

@@ -16,11 +16,11 @@ SUM_FROM = 241
 
 
 class Move(NamedTuple):
-    """Planes [first, first + count) of a sheet, for pages: between the engine's blocks and slots."""
+    """Planes [first, first + planes) of a sheet, for pages: between the engine's blocks and slots."""
 
     sheet: Sheet
     first: int
-    count: int
+    planes: int
     slots: Words
     """uint64: address of each page's slot."""
     ids: Words
@@ -33,10 +33,10 @@ class Move(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """xxh3-64 of the first `bytes` of each slot, written as uint64 to `out`."""
+    """xxh3-64 of the first `size` bytes of each slot, written as uint64 to `out`."""
 
     slots: Words
-    bytes: int
+    size: int
     out: int
 
 
@@ -64,5 +64,5 @@ def moves(plan: Plan, slots: Words, ids: Words, layers: tuple[int, int], *, to_s
 def summed(slots: Words, size: int, out: int) -> Sum:
     """What sums slots; raises bad_request for sizes that devices do not sum."""
     if size < SUM_FROM or size % 8:
-        raise bad("bytes", f"a multiple of 8 from {SUM_FROM} on", size)
+        raise bad("size", f"a multiple of 8 from {SUM_FROM} on", size)
     return Sum(np.ascontiguousarray(slots, np.uint64), size, out)

@@ -1,12 +1,13 @@
-"""Pages on their way between an engine's blocks and slots in host memory: two streams a direction, and who waits for whom.
+"""Pages on their way between an engine's blocks and slots in host memory: two streams a direction, who waits for whom.
 
 Small rows are first gathered into a staging buffer in device memory, so that the copy engine moves whole pages; while
-one buffer is copied the next is filled. `direct` leaves staging out: kernels reach the slots themselves (over NVLink-C2C,
-or for small pages), which also serves ranks that have only some heads of a layer.
+one buffer is copied the next is filled. `direct` leaves staging out: kernels reach the slots themselves (over NVLink
+C2C, or for small pages), which also serves ranks that have only some heads of a layer.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -103,7 +104,7 @@ class Shuttle:
         self._rows = list(range(MOST_TRANSFERS))
 
     def store(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
-        """The engine's blocks `ids` into slots at these addresses, once `after` is reached. Raises bad_request, busy."""
+        """The engine's blocks `ids` into slots at these addresses, after `after`. Raises bad_request, busy."""
         transfer, slots, sums = self._begin(slots)
         if after is not None:
             self._gather.wait(after)
@@ -124,7 +125,7 @@ class Shuttle:
         return transfer
 
     def load(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
-        """Slots at these addresses into the engine's blocks `ids`, once `after` is reached. Raises bad_request, busy."""
+        """Slots at these addresses into the engine's blocks `ids`, after `after`. Raises bad_request, busy."""
         transfer, slots, sums = self._begin(slots)
         if after is not None:
             self._scatter.wait(after)
@@ -211,4 +212,4 @@ class Shuttle:
 def _pieces(plan: Plan, count: int) -> list[Piece]:
     """The layers of a plan in so many parts."""
     cuts = [plan.layers * n // count for n in range(count + 1)]
-    return [Piece(l0, l1, *plan.bytes_of(l0, l1)) for l0, l1 in zip(cuts, cuts[1:], strict=False)]
+    return [Piece(l0, l1, *plan.bytes_of(l0, l1)) for l0, l1 in itertools.pairwise(cuts)]
