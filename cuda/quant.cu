@@ -411,7 +411,7 @@ __device__ void unpack_channel(ARGUMENTS) {
 // One pair of element and codec a compilation: -DELEMENT=Bf16|Fp16 -DCODEC=Fp8|Int8|Int4. Rows of up to 32 vectors go to
 // run_pack_token, longer ones (up to 128 vectors) to run_pack_token_wide.
 #define KERNEL(name, ...)                                                                                            \
-  extern "C" __global__ void __launch_bounds__(128) run_##name(ARGUMENTS) {                                          \
+  extern "C" __global__ void __launch_bounds__(128, 2) run_##name(ARGUMENTS) {                                          \
     __VA_ARGS__(planes, plane_count, slots, ids, pages, per, block_stride, heads, head_stride, head_pitch, tokens, \
                 token_stride, vecs, lanes);                                                                          \
   }

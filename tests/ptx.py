@@ -465,18 +465,11 @@ COMPARE = {
 
 
 def _compare(code: Instruction, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    test = {
-        "lt": np.less,
-        "le": np.less_equal,
-        "gt": np.greater,
-        "ge": np.greater_equal,
-        "eq": np.equal,
-        "ne": np.not_equal,
-    }
     name = code.op[1]
-    if name.endswith("u") and a.dtype.kind == "f":
-        return test[name[:-1]](a, b) | np.isnan(a) | np.isnan(b)
-    return test[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(name, name)](a, b)
+    if a.dtype.kind != "f":
+        return COMPARE[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(name, name)](a, b)
+    unordered = np.isnan(a) | np.isnan(b)  # with NaN every comparison is false, also ne; those that end in u are true
+    return COMPARE[name[:2]](a, b) | unordered if name.endswith("u") else COMPARE[name](a, b) & ~unordered
 
 
 def _multiply(code: Instruction, a: np.ndarray, b: np.ndarray) -> np.ndarray:

