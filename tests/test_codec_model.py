@@ -27,23 +27,23 @@ TEXT = (
     "too, in the same hand, and then he counted the oil. There were forty tins. At two tins a night that made twenty "
     "nights, and the supply ship was due in"
 )
-MOVES = {"none": 0.003, "fp8": 0.05, "int8": 0.01, "int8-kivi": 0.01, "int4": 2.0, "int4-kivi": 0.5}
-"""How far (in nats, KL divergence) the next token's distribution may move for each codec; measured about half of it."""
+MOVES = {"none": 5e-5, "fp8": 0.005, "int8": 5e-4, "int8-kivi": 2e-4, "int4": 0.1, "int4-kivi": 0.03}
+"""How far (in nats of KL divergence, mean over the tokens that follow) the next token's distribution may move."""
 
 
 @pytest.fixture(scope="module")
 def ran() -> tuple[Any, Any, list[Any], Any]:
-    """The model, the last token, K and V of what is before it per layer, and the logits without any rounding."""
+    """The model, its last tokens, K and V per layer of the pages before them, and their logits without any rounding."""
     torch.set_num_threads(1)
     subject = demo.load()
     ids = torch.tensor([subject.encode(TEXT)])
-    ids = ids[:, : (ids.shape[1] - 1) // 16 * 16 + 1]
+    first = (ids.shape[1] // 16 - 1) * 16
     cache = DynamicCache()
     with torch.inference_mode():
-        subject.model(input_ids=ids[:, :-1], **{cache_argument(subject.model): cache})
+        subject.model(input_ids=ids[:, :first], **{cache_argument(subject.model): cache})
         kept = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        logits = subject.model(input_ids=ids[:, -1:], **{cache_argument(subject.model): cache}).logits[0, -1]
-    return subject.model, ids[:, -1:], kept, logits
+        logits = subject.model(input_ids=ids[:, first:], **{cache_argument(subject.model): cache}).logits[0]
+    return subject.model, ids[:, first:], kept, logits
 
 
 def through(tensor: Any, kind: str, axis: str) -> Any:
@@ -59,17 +59,16 @@ def through(tensor: Any, kind: str, axis: str) -> Any:
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_logits_move_no_further_than_stated(name: str, ran: Any, record_property: Any):
+def test_logits_move_no_further_than_stated(name: str, ran: Any):
     """SmolLM2 reads KV that went through the codec: values within the bound, next token's distribution within MOVES."""
-    model, last, kept, logits = ran
+    model, rest, kept, logits = ran
     kind, axes = ("", ("", "")) if name == "none" else codec.codec(name)[1:]
     cache = DynamicCache()
     for number, pair in enumerate(kept):
         cache.update(*(through(tensor, kind, axis) for tensor, axis in zip(pair, axes, strict=True)), number)
     with torch.inference_mode():
-        moved = model(input_ids=last, **{cache_argument(model): cache}).logits[0, -1]
-    a, b = (torch.log_softmax(x.double(), 0) for x in (logits, moved))
-    far = float((a.exp() * (a - b)).sum())
-    record_property("kl_nats", far)
-    record_property("largest_logit_move", float((logits - moved).abs().max()))
+        moved = model(input_ids=rest, **{cache_argument(model): cache}).logits[0]
+    a, b = (torch.log_softmax(x.double(), -1) for x in (logits, moved))
+    far = float((a.exp() * (a - b)).sum(-1).mean())
+    print(f"{name}: {far:.2g} nats, largest move of a logit {float((logits - moved).abs().max()):.2g}")
     assert far <= MOVES[name]

@@ -134,6 +134,12 @@ def test_pure_modules_do_no_input_or_output():
     assert not wrong
 
 
+def test_cupy_is_imported_in_one_place():
+    """Only kvtier/device/cuda.py imports cupy; everything else runs without it."""
+    users = {name for name, path in MODULES.items() if any(lib.split(".")[0] == "cupy" for lib in imports_of(path))}
+    assert users == {"kvtier.device.cuda"}
+
+
 def test_every_test_states_its_claim():
     """Each test function has a docstring: the sentence that fails when it fails."""
     silent = [

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvtier.device.layout import Sheet
 from kvtier.device.ops import Move, Op, Sum
+from kvtier.types import bad
 
 THREADS: Final = 256
 """Most threads of a block that moves bytes."""
@@ -107,6 +108,8 @@ def _quantize(op: Move, most: int) -> Launch:
         items = heads * -(-tokens // 32) * vecs
     else:
         items = heads * tokens // (WIDE_ROWS if vecs > 32 else ROWS) * lanes
+    if items >= 1 << 31:
+        raise bad("slots", "fewer pages at once: kernels count in 32 bits", len(op.slots))
     source = Source("quant.cu", (f"ELEMENT={ELEMENTS[op.element]}", f"CODEC={CODECS[op.kind]}"))
     args = (
         table(sheet, op.first, op.planes), op.planes, op.slots, op.ids, len(op.slots), op.per, sheet.block_stride,
