@@ -53,11 +53,10 @@ def compilers() -> list[str]:
     return [name for name, found in (("nvrtc", nvrtc()), ("nvcc", nvcc())) if found]
 
 
-def _nvrtc_compile(what: Source, arch: str, more: tuple[str, ...]) -> tuple[bytes, str]:
+def _nvrtc_compile(text: str, what: Source, arch: str, more: tuple[str, ...]) -> tuple[bytes, str]:
     """The PTX or cubin that NVRTC makes, and its log."""
     library, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    text = source("cuda", what.file).read_bytes()
-    assert not library.nvrtcCreateProgram(ctypes.byref(program), text, what.file.encode(), 0, None, None)
+    assert not library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), what.file.encode(), 0, None, None)
     options = [f"-arch={arch}", *FLAGS, *(f"-D{d}" for d in what.defines), *more]
     failed = library.nvrtcCompileProgram(
         program, len(options), (ctypes.c_char_p * len(options))(*map(str.encode, options))
@@ -74,11 +73,12 @@ def _nvrtc_compile(what: Source, arch: str, more: tuple[str, ...]) -> tuple[byte
     return out.raw, log.value.decode()
 
 
-def _nvcc_compile(what: Source, arch: str, more: tuple[str, ...]) -> tuple[bytes, str]:
+def _nvcc_compile(text: str, what: Source, arch: str, more: tuple[str, ...]) -> tuple[bytes, str]:
     """The PTX or cubin that nvcc makes, and its log."""
     kind = "-cubin" if arch.startswith("sm_") else "-ptx"
     with tempfile.TemporaryDirectory() as home:
-        out = Path(home) / "out"
+        out, code = Path(home) / "out", Path(home) / what.file
+        code.write_text(text)
         defines = [f"-D{d}" for d in what.defines]
         command = [
             nvcc(),
@@ -87,7 +87,7 @@ def _nvcc_compile(what: Source, arch: str, more: tuple[str, ...]) -> tuple[bytes
             *FLAGS,
             *defines,
             *more,
-            str(source("cuda", what.file)),
+            str(code),
             "-o",
             str(out),
         ]
@@ -99,8 +99,13 @@ def _nvcc_compile(what: Source, arch: str, more: tuple[str, ...]) -> tuple[bytes
 @functools.cache
 def ptx_text(compiler: str, what: Source, arch: int) -> str:
     """What the compiler emits for one architecture."""
+    return to_ptx(compiler, what, arch, source("cuda", what.file).read_text())
+
+
+def to_ptx(compiler: str, what: Source, arch: int, text: str) -> str:
+    """The PTX of a source that may differ from the one in cuda/."""
     made = _nvrtc_compile if compiler == "nvrtc" else _nvcc_compile
-    return made(what, f"compute_{arch}", ())[0].rstrip(b"\0").decode()
+    return made(text, what, f"compute_{arch}", ())[0].rstrip(b"\0").decode()
 
 
 @functools.cache
@@ -111,9 +116,10 @@ def kernels(compiler: str, what: Source, arch: int) -> dict[str, ptx.Kernel]:
 
 def cubin_log(compiler: str, what: Source, arch: int) -> str:
     """What ptxas says of registers and spills."""
+    text = source("cuda", what.file).read_text()
     if compiler == "nvrtc":
-        return _nvrtc_compile(what, f"sm_{arch}", ("--ptxas-options=-v",))[1]
-    return _nvcc_compile(what, f"sm_{arch}", ("-Xptxas", "-v"))[1]
+        return _nvrtc_compile(text, what, f"sm_{arch}", ("--ptxas-options=-v",))[1]
+    return _nvcc_compile(text, what, f"sm_{arch}", ("-Xptxas", "-v"))[1]
 
 
 def place(made: Launch, memory: ptx.Memory) -> list[int]:
@@ -121,8 +127,10 @@ def place(made: Launch, memory: ptx.Memory) -> list[int]:
     return [memory.put(arg) if isinstance(arg, np.ndarray) else arg for arg in made.args]
 
 
-def run(op: Op, memory: ptx.Memory, compiler: str, arch: int, blocks: int = 0) -> ptx.Traffic:
-    """Do an operation with the kernel that `launch` picks, on the CPU."""
+def run(
+    op: Op, memory: ptx.Memory, compiler: str, arch: int, blocks: int = 0, found: dict[str, ptx.Kernel] | None = None
+) -> ptx.Traffic:
+    """Do an operation with the kernel that `launch` picks, on the CPU; `found` has kernels in place of cuda/'s."""
     made = launch(op, 2, blocks)
-    kernel = kernels(compiler, made.source, arch)[made.name]
+    kernel = (found or kernels(compiler, made.source, arch))[made.name]
     return ptx.Run(kernel, memory, made.grid, made.block, place(made, memory)).go()

@@ -255,6 +255,38 @@ def test_quantization_asks_for_hardly_more_sectors(shape: str, name: str, compil
     assert do(at, compiler, arch, to_slots=False) <= 1.05 * ideal
 
 
+MUTATIONS = {
+    "sums without the barrier": ("sums.cu", "__syncthreads();", "", "race"),
+    "a step past the last vector": ("pages.cu", "(n + k * stride < total)", "(n + k * stride <= total)", "bounds"),
+    "a unit too many": ("pages.cu", "unit < units;", "unit <= units;", "bounds|race|misaligned"),
+    "rows of the last group twice": ("quant.cu", "live = n < total ? (u32)vecs : 0", "live = vecs", "race"),
+    "a shuffle that idle threads miss": (
+        "quant.cu", "for (u32 by = 1; by < lanes; by *= 2) range.merge(by);",
+        "if (lane < live) for (u32 by = 1; by < lanes; by *= 2) range.merge(by);", "part of a warp",
+    ),
+}  # fmt: skip
+
+
+@on_all
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_kernels_with_a_mistake_are_caught(name: str, compiler: str, arch: int):
+    """The real sources with one mistake each: the run on the CPU stops and names its kind."""
+    file, right, wrong, says = MUTATIONS[name]
+    what = next(s for s in cudakit.SOURCES if s.file == file)
+    text = source("cuda", file).read_text()
+    assert right in text
+    found = ptx.parse(cudakit.to_ptx(compiler, what, arch, text.replace(right, wrong)))
+    if file == "sums.cu":
+        memory = ptx.Memory(1 << 18)
+        address, out = memory.take(70 << 10)[0], memory.take(8)[0]
+        ops = [summed(np.array([address]), 70 << 10, out)]
+    else:
+        at = scene(Shape("LBNHC", 1, 3, 1, 16, (72, 40), 2), 16, "fp8" if file == "quant.cu" else "none")
+        memory, ops = at.memory, moves(at.plan, at.addresses, at.ids, (0, 1), to_slots=True)
+    with pytest.raises(ptx.WrongError, match=says):
+        cudakit.run(ops[0], memory, compiler, arch, found=found)
+
+
 @on_all
 def test_emitted_code_names_its_memory(compiler: str, arch: int):
     """No generic or local loads and stores anywhere, and pages move 16 bytes at once, marked as streaming."""

@@ -83,9 +83,12 @@ class Shuttle:
 
     def __init__(
         self, device: Device, plan: Plan, *, stage_bytes: int = 8 << 20, stages: int = 2, pieces: int = 1,
-        direct: bool = False, sums: bool = False,
+        direct: bool = False, sums: bool = False, stream: Stream | None = None,
     ) -> None:  # fmt: skip
-        """`pieces`: loads come layer by layer in so many parts. `sums`: also sum each slot (one piece, staged)."""
+        """`pieces`: loads come layer by layer in so many parts. `sums`: also sum each slot (one piece, staged).
+
+        `stream`: where kernels run; the engine's own, for the least waiting, or streams of the shuttle's.
+        """
         self.device = device
         self.plan = plan
         self.direct = direct or not plan.whole_layers
@@ -98,8 +101,8 @@ class Shuttle:
         stage = max(stage_bytes, align_up(size, STAGE_ALIGN)) if not self.direct else 0
         self._down, self._up = ([Stage(device.take(stage)) for _ in range(stages if stage else 0)] for _ in range(2))
         self._turn = 0
-        self._gather, self._out = device.stream(), device.stream()
-        self._in, self._scatter = device.stream(urgent=True), device.stream(urgent=True)
+        self._gather, self._out = stream or device.stream(), device.stream()
+        self._in, self._scatter = device.stream(urgent=True), stream or device.stream(urgent=True)
         self._sums = device.pin(8 * MOST_PAGES * MOST_TRANSFERS)
         self._rows = list(range(MOST_TRANSFERS))
 
@@ -204,9 +207,12 @@ class Shuttle:
             self.device.launch(summed(staged, piece.bytes, self._sums.address + row + 8 * pages.start), stream)
 
     def _copy(self, targets: Words, sources: Words, piece: Piece, stream: Stream) -> None:
-        """Copy a piece of each page."""
-        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
-            self.device.copy(target, source, piece.bytes, stream)
+        """Copy a piece of each page; neighbours on both sides at once."""
+        size = np.uint64(piece.bytes)
+        apart = (np.diff(targets) != size) | (np.diff(sources) != size)
+        cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(targets)]
+        for first, end in itertools.pairwise(cuts):
+            self.device.copy(int(targets[first]), int(sources[first]), piece.bytes * (end - first), stream)
 
 
 def _pieces(plan: Plan, count: int) -> list[Piece]:
