@@ -1,4 +1,4 @@
-"""Metrics and health over HTTP on 127.0.0.1, in a process of its own.
+"""Metrics, health and the dashboard over HTTP on 127.0.0.1, in a process of its own.
 
 The daemon starts it and it ends with the daemon. It asks over the daemon's own sockets, as anybody would: so it still
 answers, and says so, when the serving loop hangs, and a scrape costs the loop one small request.
@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from aiohttp import web
 
 from kvtier import wire
+from kvtier.dashboard.site import Dashboard, guarded, new_token
 from kvtier.frames import Frame, Frames
 from kvtier.metrics import render
 from kvtier.types import KvtierError
@@ -82,11 +83,12 @@ async def knock(path: Path) -> None:
 
 
 class Site:
-    """The two pages."""
+    """Metrics and health, and the dashboard beside them."""
 
-    def __init__(self, engine: Path, admin: Path) -> None:
+    def __init__(self, engine: Path, admin: Path, port: int) -> None:
         self._engine = engine
         self._line = Line(admin)
+        self.dashboard = Dashboard(Line(admin), new_token(admin.parent, f"http://{HOST}:{port}/"))
 
     async def healthz(self, request: web.Request) -> web.Response:
         """200 while the loop answers a ping and the engine socket answers newcomers; else 503 and why."""
@@ -114,9 +116,10 @@ class Site:
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application()
+        app = web.Application(middlewares=[guarded])
         app.router.add_get("/healthz", self.healthz)
         app.router.add_get("/metrics", self.metrics)
+        self.dashboard.add_to(app)
         return app
 
 
@@ -142,17 +145,19 @@ async def _listen(runner: web.AppRunner, port: int) -> None:
             said = True
             await asyncio.sleep(RETRY_S)
         else:
-            _log.info("metrics and health on http://%s:%d", HOST, port)
+            _log.info("dashboard, metrics and health on http://%s:%d", HOST, port)
             return
 
 
 async def serve(port: int, engine: Path, admin: Path) -> None:
     """Serve until the daemon is gone."""
-    runner = web.AppRunner(Site(engine, admin).app(), access_log=None)
+    site = Site(engine, admin, port)
+    runner = web.AppRunner(site.app(), access_log=None)
     await runner.setup()
-    listening = asyncio.create_task(_listen(runner, port))
+    tasks = [asyncio.create_task(_listen(runner, port)), asyncio.create_task(site.dashboard.watch())]
     await _ended()
-    listening.cancel()
+    for task in tasks:
+        task.cancel()
     await runner.cleanup()
 
 

@@ -17,6 +17,7 @@ import ptx
 from kvtier.device.kernels import Launch, Source, launch
 from kvtier.device.ops import Op
 from kvtier.sources import source
+from ptxparse import Kernel, parse
 
 FLAGS = ("-std=c++17", "-ftz=true")
 """As cupy compiles: it adds -ftz=true whatever one asks for."""
@@ -109,9 +110,9 @@ def to_ptx(compiler: str, what: Source, arch: int, text: str) -> str:
 
 
 @functools.cache
-def kernels(compiler: str, what: Source, arch: int) -> dict[str, ptx.Kernel]:
+def kernels(compiler: str, what: Source, arch: int) -> dict[str, Kernel]:
     """The same, ready to run."""
-    return ptx.parse(ptx_text(compiler, what, arch))
+    return parse(ptx_text(compiler, what, arch))
 
 
 def cubin_log(compiler: str, what: Source, arch: int) -> str:
@@ -128,7 +129,7 @@ def place(made: Launch, memory: ptx.Memory) -> list[int]:
 
 
 def run(
-    op: Op, memory: ptx.Memory, compiler: str, arch: int, blocks: int = 0, found: dict[str, ptx.Kernel] | None = None
+    op: Op, memory: ptx.Memory, compiler: str, arch: int, blocks: int = 0, found: dict[str, Kernel] | None = None
 ) -> ptx.Traffic:
     """Do an operation with the kernel that `launch` picks, on the CPU; `found` has kernels in place of cuda/'s."""
     made = launch(op, 2, blocks)

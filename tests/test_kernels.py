@@ -18,6 +18,7 @@ from kvtier.device.kernels import launch
 from kvtier.device.layout import Plan
 from kvtier.device.ops import moves, summed
 from kvtier.sources import source
+from ptxparse import parse
 
 SPEC = [(compiler, arch) for compiler in ("nvrtc", "nvcc") for arch in (80, 90, 100)]
 USUAL = {(compiler, 90) for compiler in cudakit.compilers()[:1]}
@@ -275,7 +276,7 @@ def test_kernels_with_a_mistake_are_caught(name: str, compiler: str, arch: int):
     what = next(s for s in cudakit.SOURCES if s.file == file)
     text = source("cuda", file).read_text()
     assert right in text
-    found = ptx.parse(cudakit.to_ptx(compiler, what, arch, text.replace(right, wrong)))
+    found = parse(cudakit.to_ptx(compiler, what, arch, text.replace(right, wrong)))
     if file == "sums.cu":
         memory = ptx.Memory(1 << 18)
         address, out = memory.take(70 << 10)[0], memory.take(8)[0]

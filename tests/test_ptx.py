@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import ptx
+import ptxmath
 from kvtier import codec
+from ptxparse import parse
 
 HEAD = """
 .version 8.0
@@ -56,7 +58,7 @@ def run(body: str) -> ptx.Memory:
     """Run a body with 64 threads on an array of 64 words."""
     memory = ptx.Memory(1 << 16)
     at = memory.put(np.arange(64, dtype=np.uint32))
-    kernel = ptx.parse(HEAD + "mov.f32 %f1, 0f3F800000;\n" + body + "\n\tret;\n}\n")["bad"]
+    kernel = parse(HEAD + "mov.f32 %f1, 0f3F800000;\n" + body + "\n\tret;\n}\n")["bad"]
     ptx.Run(kernel, memory, [1], 64, [at]).go()
     return memory
 
@@ -97,6 +99,6 @@ def test_e4m3_agrees_with_the_codec_on_every_step():
     points = np.concatenate([steps, (steps[1:] + steps[:-1]) / 2]).astype(np.float32)
     near = [np.nextafter(points, np.float32(way)) for way in (-np.inf, np.inf)]
     values = np.clip(np.concatenate([points, *near]), 0, 448).astype(np.float32)
-    pairs = ptx.e4m3_pair(values, -values)
+    pairs = ptxmath.e4m3_pair(values, -values)
     assert np.array_equal(pairs & 0xFF, codec._e4m3(values))
     assert np.array_equal(pairs >> 8, codec._e4m3(-values))
