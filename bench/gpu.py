@@ -212,8 +212,10 @@ def loop(at: Room, stream: Any, verb: str) -> Callable[[], float]:
         for n, base in enumerate(bases)
     ]
 
+    ends = tuple(zip(*pairs, strict=True))
+
     def run() -> float:
-        return gbps(at.bytes, stream, lambda: [at.gpu.copy(a, b, layer, stream) for a, b in pairs] and None)
+        return gbps(at.bytes, stream, lambda: at.gpu.copies(*ends, [layer] * len(pairs), stream))
 
     return run
 

@@ -94,6 +94,9 @@ class Device(Protocol):
     def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
         """Copy bytes, between any two places that the device can reach."""
 
+    def copies(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Stream) -> None:
+        """Many copies, which may be done in any order."""
+
     def launch(self, op: Op, stream: Stream, blocks: int = 0) -> None:
         """Do an operation, by at most so many thread blocks (0: as many as help)."""
 

@@ -270,9 +270,15 @@ class CudaDevice:
 
     def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
         """Copy bytes by the copy engine."""
+        self.copies([target], [source], [size], stream)
+
+    def copies(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Stream) -> None:
+        """Many copies, one call of the runtime each."""
         assert isinstance(stream, CudaStream)
+        call, kind, handle = runtime.memcpyAsync, runtime.memcpyDefault, stream.handle
         with self.current("copying"):
-            runtime.memcpyAsync(target, source, size, runtime.memcpyDefault, stream.handle)
+            for target, source, size in zip(targets, sources, sizes, strict=True):
+                call(target, source, size, kind, handle)
 
     def launch(self, op: Op, stream: Stream, blocks: int = 0) -> None:
         """Do an operation by a kernel."""

@@ -167,6 +167,11 @@ class HostDevice:
         """Copy bytes."""
         stream.add(lambda: ctypes.memmove(target, source, size) and None)
 
+    def copies(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any) -> None:
+        """Many copies."""
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            self.copy(target, source, size, stream)
+
     def launch(self, op: Op, stream: Any, blocks: int = 0) -> None:  # noqa: ARG002 - one core does it
         """Do an operation."""
         stream.add(lambda: do(op))

@@ -210,9 +210,9 @@ class Shuttle:
         """Copy a piece of each page; neighbours on both sides at once."""
         size = np.uint64(piece.bytes)
         apart = (np.diff(targets) != size) | (np.diff(sources) != size)
-        cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(targets)]
-        for first, end in itertools.pairwise(cuts):
-            self.device.copy(int(targets[first]), int(sources[first]), piece.bytes * (end - first), stream)
+        cuts = np.array([0, *(np.flatnonzero(apart) + 1), len(targets)])
+        sizes = (np.diff(cuts) * piece.bytes).tolist()
+        self.device.copies(targets[cuts[:-1]].tolist(), sources[cuts[:-1]].tolist(), sizes, stream)
 
 
 def _pieces(plan: Plan, count: int) -> list[Piece]:
