@@ -38,8 +38,7 @@ class EngineKv:
             self.strides[axis] = step
             step *= sizes[axis]
         self.address, self.bytes = take(step)
-        view = (self.strides[axis] for axis in "BHNC")
-        strides = tuple(view)
+        strides = [self.strides[axis] for axis in "BHNC"]
         self.layers: list[Sequence[Paged]] = [
             kv(self.address + layer * self.strides["L"], [sizes[a] for a in "BHNC"], strides, shape.dims, shape.item)
             for layer in range(shape.layers)

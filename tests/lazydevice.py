@@ -29,10 +29,14 @@ class LazyEvent:
         self.device = device
         self.done = False
 
-    def synchronize(self) -> None:
-        """Let the device work until it is reached."""
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        """Let the device work until it is reached; a stuck one never comes there."""
+        if self.device.stuck:
+            assert timeout_s is not None, "waits for ever"
+            return False
         if self.device.asks(site()):
             self.device.work_until(lambda: self.done)
+        return True
 
 
 class LazyStream:
@@ -83,6 +87,7 @@ class LazyDevice(HostDevice):
         self.without = without
         self.sites: set[Site] = set()
         self.streams: list[LazyStream] = []
+        self.stuck = False
 
     def asks(self, where: Site) -> bool:
         """Note a wait; False where it is the one that is left out."""
@@ -101,6 +106,7 @@ class LazyDevice(HostDevice):
 
     def step(self) -> bool:
         """One thing of a random stream; False where all wait."""
+        assert not self.stuck, "waits for ever"
         ready = [stream for stream in self.streams if stream.ready]
         if ready:
             self.random.choices(ready, [stream.pace for stream in ready])[0].step()
@@ -116,5 +122,5 @@ class LazyDevice(HostDevice):
 
     def maybe_work(self) -> None:
         """A device may also work when nobody waits."""
-        while self.random.random() < self.eager and self.step():
+        while not self.stuck and self.random.random() < self.eager and self.step():
             pass

@@ -11,7 +11,7 @@ import xxhash
 from enginekv import EngineKv, Shape
 from kvtier.device.host import HostBuffer, HostDevice
 from kvtier.device.shuttle import MOST_TRANSFERS, Shuttle, Transfer
-from kvtier.types import KvtierError
+from kvtier.types import Code, KvtierError
 from lazydevice import LazyDevice, Site
 
 SEEDS = 50
@@ -156,6 +156,25 @@ def test_the_device_in_order_needs_no_waits():
     """The CPU in a GPU's place does the same work at once."""
     for way in WAYS.values():
         assert not Story(HostDevice(), **way).tell()
+
+
+def test_a_stuck_device_is_given_up_by_its_deadline():
+    """A transfer that is not done in time is io by name; the shuttle refuses more, and closes without waiting."""
+    device = LazyDevice(0)
+    story = Story(device, stage_bytes=4096)
+    slot = HostBuffer(story.item)
+    slot.data[:] = 0x11
+    addresses = np.array([slot.address], np.uint64)
+    story.shuttle.store(np.array([0]), addresses).wait(1.0)
+    device.stuck = True
+    flying = story.shuttle.store(np.array([1]), addresses)
+    with pytest.raises(KvtierError, match="did not move 1 pages") as caught:
+        flying.wait(0.01)
+    assert caught.value.code is Code.IO
+    assert not flying.settled()
+    with pytest.raises(KvtierError, match="did not move"):
+        story.shuttle.load(np.array([1]), addresses)
+    story.shuttle.close()
 
 
 def test_transfers_in_flight_are_bounded():

@@ -17,8 +17,8 @@ class Event(Protocol):
     def done(self) -> bool:
         """Whether all work before it has ended."""
 
-    def synchronize(self) -> None:
-        """Block until it has. Raises KvtierError(io) where the device failed."""
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        """Block until it has, or for so long; whether it has. Raises KvtierError(io) where the device failed."""
 
 
 class Stream(Protocol):

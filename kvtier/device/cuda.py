@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -27,6 +28,9 @@ Array = npt.NDArray[Any]
 runtime: Any = cupy.cuda.runtime
 NO_MEMORY: Final = 2
 """cudaErrorMemoryAllocation."""
+NOT_READY: Final = 600
+"""cudaErrorNotReady."""
+POLL_S: Final = 1e-4
 TABLE_BYTES: Final = 4 << 20
 TABLE_ALIGN: Final = 256
 MAPPED: Final = 3
@@ -62,10 +66,16 @@ class CudaEvent:
         """Whether it is reached."""
         return bool(runtime.eventQuery(self.handle) == 0)
 
-    def synchronize(self) -> None:
-        """Block until it is reached; other threads run meanwhile."""
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        """Block until it is reached, or for so long; other threads run meanwhile."""
+        deadline = time.monotonic() + (timeout_s or 0.0)
+        while timeout_s is not None and runtime.eventQuery(self.handle) == NOT_READY:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
         with faults("waiting for the GPU"):
             runtime.eventSynchronize(self.handle)
+        return True
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the process the driver may be gone

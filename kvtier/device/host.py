@@ -114,8 +114,9 @@ class Done:
 
     done = True
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    def synchronize(self, timeout_s: float | None = None) -> bool:  # noqa: ARG002 - nothing to wait for
+        """It has ended."""
+        return True
 
 
 class InOrder:

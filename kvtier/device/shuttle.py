@@ -66,12 +66,23 @@ class Transfer:
             self._settle()
         return self._row < 0
 
-    def wait(self) -> None:
-        """Block until all is done. Raises KvtierError(io); the blocks and slots are then not to be used again."""
-        if self._row >= 0:
-            assert self.done is not None
-            self.done.synchronize()
-            self._settle()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until all is done. Raises KvtierError(io) where the GPU fails or does not do it within `timeout_s`.
+
+        The shuttle is sick then: the GPU may still touch the blocks and slots, so neither is to be used again.
+        """
+        if self._row < 0:
+            return
+        assert self.done is not None
+        try:
+            reached = self.done.synchronize(timeout_s)
+        except KvtierError as exc:
+            self._shuttle.sick = exc.message
+            raise
+        if not reached:
+            self._shuttle.sick = f"the GPU did not move {self._count} pages within {timeout_s} s"
+            raise KvtierError(Code.IO, self._shuttle.sick)
+        self._settle()
 
     def _settle(self) -> None:
         row, self._row = self._row, -1
@@ -91,6 +102,8 @@ class Shuttle:
         """
         self.device = device
         self.plan = plan
+        self.sick = ""
+        """Why nothing is moved any more, once a transfer failed or was stuck."""
         self.direct = direct or not plan.whole_layers
         self._whole = _pieces(plan, 1)
         self._parts = _pieces(plan, max(1, min(pieces, plan.layers)))
@@ -107,7 +120,7 @@ class Shuttle:
         self._rows = list(range(MOST_TRANSFERS))
 
     def store(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
-        """The engine's blocks `ids` into slots at these addresses, after `after`. Raises bad_request, busy."""
+        """The engine's blocks `ids` into slots at these addresses, after `after`. Raises bad_request, busy, io."""
         transfer, slots, sums = self._begin(slots)
         if after is not None:
             self._gather.wait(after)
@@ -128,7 +141,7 @@ class Shuttle:
         return transfer
 
     def load(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
-        """Slots at these addresses into the engine's blocks `ids`, after `after`. Raises bad_request, busy."""
+        """Slots at these addresses into the engine's blocks `ids`, after `after`. Raises bad_request, busy, io."""
         transfer, slots, sums = self._begin(slots)
         if after is not None:
             self._scatter.wait(after)
@@ -153,7 +166,9 @@ class Shuttle:
         return transfer
 
     def close(self) -> None:
-        """Wait for all that is in flight and give the memory back. Raises KvtierError(io)."""
+        """Wait for what is in flight and give the memory back; a sick one keeps it. Raises KvtierError(io)."""
+        if self.sick:
+            return  # a stuck kernel would be waited for, and may still write
         for stream in (self._gather, self._out, self._in, self._scatter):
             stream.synchronize()
         for memory in (*(stage.memory for stage in (*self._down, *self._up)), self._sums):
@@ -170,6 +185,8 @@ class Shuttle:
         """A new transfer, its slots, and where its sums go."""
         if not 1 <= len(slots) <= MOST_PAGES:
             raise bad("slots", f"1..{MOST_PAGES} pages", len(slots))
+        if self.sick:
+            raise KvtierError(Code.IO, self.sick)
         if not self._rows:
             raise KvtierError(Code.BUSY, f"{MOST_TRANSFERS} transfers are in flight")
         row = self._rows.pop()
