@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier import wire
 from kvtier.index import Found, Node
 from kvtier.store import misses
 from kvtier.store.cache import Cache
@@ -54,7 +55,8 @@ class Tokens:
             number, cache = msg.handle, path.cache
         else:
             cache = self.parts.opened(process, msg.cache)
-            path, number = Path(cache, msg.request[:128]), next(self.parts.numbers)
+            path = Path(cache, msg.request[: wire.MAX_NAME], msg.session[: wire.MAX_NAME])
+            number = next(self.parts.numbers)
         if cache.spec.keyed:
             raise bad("cache", "a token cache (this one is keyed: use exists)", msg.cache)
         if len(msg.keys) % cache.index.stride:
