@@ -177,6 +177,35 @@ def test_a_stuck_device_is_given_up_by_its_deadline():
     story.shuttle.close()
 
 
+def test_what_is_refused_costs_nothing():
+    """Blocks that are not there, blocks that come twice, odd slots: refused by name as often as one likes."""
+    story = Story(HostDevice(), direct=True)
+    slots = np.array([slot.address for slot in story.slots()][:2], np.uint64)
+    for _ in range(2 * MOST_TRANSFERS):
+        with pytest.raises(KvtierError, match="ids"):
+            story.shuttle.store(np.array([0, SHAPE.blocks]), slots)
+        with pytest.raises(KvtierError, match="each block once"):
+            story.shuttle.load(np.array([3, 3]), slots)
+        with pytest.raises(KvtierError, match="slots"):
+            story.shuttle.store(np.array([0, 1]), slots + np.uint64(8))
+    story.shuttle.store(np.array([0, 1]), slots).wait()
+
+
+def test_a_device_that_fails_midway_makes_the_shuttle_sick():
+    """A transfer of which a part was queued when the device failed is never taken for done."""
+
+    class Failing(LazyDevice):
+        def copies(self, *args: object) -> None:
+            raise KvtierError(Code.IO, "the link is down")
+
+    story = Story(Failing(0), stage_bytes=4096)
+    slots = np.array([slot.address for slot in story.slots()][:1], np.uint64)
+    for _ in range(2):
+        with pytest.raises(KvtierError, match="the link is down"):
+            story.shuttle.store(np.array([0]), slots)
+    story.shuttle.close()
+
+
 def test_transfers_in_flight_are_bounded():
     """The seventeenth transfer that nobody waited for is refused as busy, and room is there again after a wait."""
     story = Story(LazyDevice(0), direct=True)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.device.layout import Plan, Sheet
+from kvtier.device.layout import VECTOR, Plan, Sheet
 from kvtier.types import bad
 
 Words = npt.NDArray[Any]
@@ -43,21 +43,33 @@ class Sum(NamedTuple):
 Op = Move | Sum
 
 
-def moves(plan: Plan, slots: Words, ids: Words, layers: tuple[int, int], *, to_slots: bool) -> list[Move]:
-    """What moves the rank's layers [l0, l1) of pages; raises bad_request for blocks that the engine does not have."""
-    slots, ids = np.ascontiguousarray(slots, np.uint64), np.ascontiguousarray(ids, np.int64).reshape(-1)
-    if len(ids) != len(slots) * plan.per:
-        raise bad("ids", f"{plan.per} blocks for each of {len(slots)} pages", len(ids))
-    if not len(slots):
-        return []
+def blocks_of(plan: Plan, ids: Words, pages: int, *, to_slots: bool) -> Words:
+    """The engine's blocks of so many pages as int64; raises bad_request for blocks that it does not have.
+
+    On the way to the engine each block may be there once: two pages in one block would be neither.
+    """
+    ids = np.ascontiguousarray(ids, np.int64).reshape(-1)
+    if len(ids) != pages * plan.per:
+        raise bad("ids", f"{plan.per} blocks for each of {pages} pages", len(ids))
     least = min(sheet.blocks for sheet in plan.sheets)
-    if ids.min() < 0 or ids.max() >= least:
+    if pages and (ids.min() < 0 or ids.max() >= least):
         raise bad("ids", f"blocks 0..{least - 1}", (int(ids.min()), int(ids.max())))
-    found = ((sheet, *sheet.span(*layers)) for sheet in plan.sheets)
+    if not to_slots and len(np.unique(ids)) < len(ids):
+        raise bad("ids", "each block once")
+    return ids
+
+
+def moves(plan: Plan, slots: Words, ids: Words, layers: tuple[int, int], *, to_slots: bool) -> list[Move]:
+    """What moves the rank's layers [l0, l1) of pages; raises bad_request for blocks or slots that cannot be."""
+    slots, ids = np.ascontiguousarray(slots, np.uint64), blocks_of(plan, ids, len(slots), to_slots=to_slots)
+    found = [(sheet, *sheet.span(*layers)) for sheet in plan.sheets]
+    width = max(VECTOR if sheet.axis else sheet.width for sheet in plan.sheets)
+    if (slots % np.uint64(width)).any():
+        raise bad("slots", f"addresses at multiples of {width} bytes")
     return [
         Move(sheet, first, count, slots, ids, plan.per, to_slots, plan.kind, plan.element)
         for sheet, first, count in found
-        if count
+        if count and len(slots)
     ]
 
 

@@ -7,6 +7,7 @@ C2C, or for small pages), which also serves ranks that have only some heads of a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -15,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.device.base import Buffer, Device, Event, Stream
-from kvtier.device.layout import Plan
-from kvtier.device.ops import SUM_FROM, moves, summed
+from kvtier.device.layout import VECTOR, Plan
+from kvtier.device.ops import SUM_FROM, blocks_of, moves, summed
 from kvtier.types import Code, KvtierError, align_up, bad
 
 Words = npt.NDArray[Any]
@@ -57,21 +58,21 @@ class Transfer:
         self.sums: Words | None = None
         """Once settled, where the shuttle sums: xxh3-64 of each slot as it was in device memory."""
         self._shuttle = shuttle
-        self._row = row
+        self.row = row
         self._count = count
 
     def settled(self) -> bool:
         """Whether all is done; does not block."""
-        if self._row >= 0 and self.done is not None and self.done.done:
+        if self.row >= 0 and self.done is not None and self.done.done:
             self._settle()
-        return self._row < 0
+        return self.row < 0
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until all is done. Raises KvtierError(io) where the GPU fails or does not do it within `timeout_s`.
 
         The shuttle is sick then: the GPU may still touch the blocks and slots, so neither is to be used again.
         """
-        if self._row < 0:
+        if self.row < 0:
             return
         assert self.done is not None
         try:
@@ -85,7 +86,7 @@ class Transfer:
         self._settle()
 
     def _settle(self) -> None:
-        row, self._row = self._row, -1
+        row, self.row = self.row, -1
         self.sums = self._shuttle.give_back(row, self._count)
 
 
@@ -113,7 +114,6 @@ class Shuttle:
             raise bad("sums", f"staged pages in one piece, of at least {SUM_FROM} bytes and a multiple of 8", size)
         stage = max(stage_bytes, align_up(size, STAGE_ALIGN)) if not self.direct else 0
         self._down, self._up = ([Stage(device.take(stage)) for _ in range(stages if stage else 0)] for _ in range(2))
-        self._turn = 0
         self._gather, self._out = stream or device.stream(), device.stream()
         self._in, self._scatter = device.stream(urgent=True), stream or device.stream(urgent=True)
         self._sums = device.pin(8 * MOST_PAGES * MOST_TRANSFERS)
@@ -121,7 +121,22 @@ class Shuttle:
 
     def store(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
         """The engine's blocks `ids` into slots at these addresses, after `after`. Raises bad_request, busy, io."""
-        transfer, slots, sums = self._begin(slots)
+        ids, slots = self._checked(ids, slots, to_slots=True)
+        transfer = self._begin(len(slots))
+        with self._falling_sick():
+            self._store(transfer, ids, slots, after)
+        return transfer
+
+    def load(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
+        """Slots at these addresses into the engine's blocks `ids`, after `after`. Raises bad_request, busy, io."""
+        ids, slots = self._checked(ids, slots, to_slots=False)
+        transfer = self._begin(len(slots))
+        with self._falling_sick():
+            self._load(transfer, ids, slots, after)
+        return transfer
+
+    def _store(self, transfer: Transfer, ids: Words, slots: Words, after: Event | None) -> None:
+        """Queue a store."""
         if after is not None:
             self._gather.wait(after)
         for piece, pages, stage in self._batches(self._whole, len(slots), self._down):
@@ -132,17 +147,15 @@ class Shuttle:
                 self._gather.wait(stage.free)
             staged, places = self._places(stage, piece, pages)
             self._launch(ids, places, piece, self._gather, pages, to_slots=True)
-            self._sum(staged, piece, sums, pages, self._gather)
+            self._sum(staged, piece, transfer.row, pages, self._gather)
             self._out.wait(self._gather.record())
             self._copy(slots[pages] + np.uint64(piece.at), staged, piece, self._out)
             stage.free = self._out.record()
         transfer.read = self._gather.record()
         transfer.done = transfer.read if self.direct else self._out.record()
-        return transfer
 
-    def load(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
-        """Slots at these addresses into the engine's blocks `ids`, after `after`. Raises bad_request, busy, io."""
-        transfer, slots, sums = self._begin(slots)
+    def _load(self, transfer: Transfer, ids: Words, slots: Words, after: Event | None) -> None:
+        """Queue a load."""
         if after is not None:
             self._scatter.wait(after)
         last = self._parts[0]
@@ -158,12 +171,11 @@ class Shuttle:
             staged, places = self._places(stage, piece, pages)
             self._copy(staged, slots[pages] + np.uint64(piece.at), piece, self._in)
             self._scatter.wait(self._in.record())
-            self._sum(staged, piece, sums, pages, self._scatter)
+            self._sum(staged, piece, transfer.row, pages, self._scatter)
             self._launch(ids, places, piece, self._scatter, pages, to_slots=False)
             stage.free = self._scatter.record()
         transfer.done = self._scatter.record()
         transfer.layers.append(transfer.done)
-        return transfer
 
     def close(self) -> None:
         """Wait for what is in flight and give the memory back; a sick one keeps it. Raises KvtierError(io)."""
@@ -181,16 +193,31 @@ class Shuttle:
         self._rows.append(row)
         return sums if self._summed else None
 
-    def _begin(self, slots: Words) -> tuple[Transfer, Words, int]:
-        """A new transfer, its slots, and where its sums go."""
+    def _checked(self, ids: Words, slots: Words, *, to_slots: bool) -> tuple[Words, Words]:
+        """Blocks and slots that can be; raises bad_request before anything is queued."""
+        slots = np.ascontiguousarray(slots, np.uint64)
         if not 1 <= len(slots) <= MOST_PAGES:
             raise bad("slots", f"1..{MOST_PAGES} pages", len(slots))
+        if self.direct and (slots % np.uint64(VECTOR)).any():
+            raise bad("slots", f"addresses at multiples of {VECTOR} bytes")
+        return blocks_of(self.plan, ids, len(slots), to_slots=to_slots), slots
+
+    def _begin(self, count: int) -> Transfer:
+        """A new transfer. Raises io where the shuttle is sick, or busy."""
         if self.sick:
             raise KvtierError(Code.IO, self.sick)
         if not self._rows:
             raise KvtierError(Code.BUSY, f"{MOST_TRANSFERS} transfers are in flight")
-        row = self._rows.pop()
-        return Transfer(self, row, len(slots)), np.ascontiguousarray(slots, np.uint64), 8 * MOST_PAGES * row
+        return Transfer(self, self._rows.pop(), count)
+
+    @contextlib.contextmanager
+    def _falling_sick(self) -> Iterator[None]:
+        """A transfer of which some is queued and some is not is never done: nothing is moved after it."""
+        try:
+            yield
+        except KvtierError as exc:
+            self.sick = exc.message
+            raise
 
     def _batches(
         self, pieces: Sequence[Piece], count: int, stages: list[Stage]
@@ -199,8 +226,9 @@ class Shuttle:
         for piece in pieces:
             most = stages[0].memory.bytes // align_up(piece.bytes, STAGE_ALIGN) if stages else count
             for first in range(0, count, most):
-                self._turn += 1
-                stage = stages[self._turn % len(stages)] if stages else None
+                stage = stages.pop(0) if stages else None
+                if stage is not None:
+                    stages.append(stage)
                 yield piece, slice(first, min(first + most, count)), stage
 
     def _places(self, stage: Stage, piece: Piece, pages: slice) -> tuple[Words, Words]:
@@ -221,7 +249,8 @@ class Shuttle:
     def _sum(self, staged: Words, piece: Piece, row: int, pages: slice, stream: Stream) -> None:
         """Sum the slots of one batch."""
         if self._summed:
-            self.device.launch(summed(staged, piece.bytes, self._sums.address + row + 8 * pages.start), stream)
+            out = self._sums.address + 8 * (MOST_PAGES * row + pages.start)
+            self.device.launch(summed(staged, piece.bytes, out), stream)
 
     def _copy(self, targets: Words, sources: Words, piece: Piece, stream: Stream) -> None:
         """Copy a piece of each page; neighbours on both sides at once."""
