@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from measure import Row, Target, interleave, make_row, markdown
 
-from kvtier import codec
+from kvtier import quant
 from kvtier.device.find import open_device
 from kvtier.device.layout import Plan, kv, plan
 from kvtier.device.ops import moves, summed
@@ -95,7 +95,7 @@ def room(gpu: Any, layers: int, pages: int, name: str = "none", form: Form = USU
     strides = (form.bytes, row, form.heads * row, ITEM)
     dims = (form.dim, form.dim)
     planes = [kv(memory.address + n * blocks * form.bytes, shape, strides, dims, ITEM) for n in range(layers)]
-    size = form.bytes // form.heads if name == "none" else codec.cell(codec.codec(name), TOKENS, dims).bytes
+    size = form.bytes // form.heads if name == "none" else quant.cell(quant.codec(name), TOKENS, dims).bytes
     group = GroupSpec(Kind.FULL, layers, form.heads, size)
     made = plan(planes, TOKENS, group, codec=name, element="bf16")
     pinned = gpu.pin(group.item_bytes * pages)
@@ -115,7 +115,7 @@ def gbps(size: int, stream: Any, act: Callable[[], None]) -> float:
 def within(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
     """Kernels that stay on the GPU."""
     rows, stream = [], gpu.stream()
-    for name in ("none", *codec.CODECS):
+    for name in ("none", *quant.CODECS):
         at = room(gpu, layers, pages, name)
         there, other = gpu.take(at.bytes), gpu.take(at.bytes)
         slots = at.slots - np.uint64(at.pinned.address) + np.uint64(there.address)
@@ -291,11 +291,11 @@ def decode(gpu: Any, shuttle: Shuttle, at: Room, rounds: int) -> list[Row]:
 
 def check(gpu: Any) -> None:
     """Pages through every codec, out and in, against numpy on the CPU; raises where a byte differs."""
-    for name in ("none", *codec.CODECS):
+    for name in ("none", *quant.CODECS):
         at = room(gpu, 3, 5, name)
         mirror, stream = gpu.pin(at.kv.bytes), gpu.stream()
         words = np.random.default_rng(1).standard_normal(at.kv.bytes // 2).astype(np.float32)
-        mirror.data[:] = codec.narrow(words, "bf16").view(np.uint8)
+        mirror.data[:] = quant.narrow(words, "bf16").view(np.uint8)
         gpu.copy(at.kv.address, mirror.address, at.kv.bytes, stream)
         stream.synchronize()
         shuttle = Shuttle(gpu, at.plan, sums=True)
@@ -315,7 +315,7 @@ def check(gpu: Any) -> None:
         if name == "none":
             gpu.copy(mirror.address, at.kv.address, at.kv.bytes, stream)
             stream.synchronize()
-            assert np.array_equal(mirror.data.view(np.uint16), codec.narrow(words, "bf16")), "scatter"
+            assert np.array_equal(mirror.data.view(np.uint16), quant.narrow(words, "bf16")), "scatter"
         shuttle.close()
         mirror.free()
         at.free()
@@ -326,8 +326,8 @@ def expected(page: Any, name: str) -> Any:
     """A canonical page of words [layers, heads, K and V, tokens, dim] as bytes in its slot."""
     if name == "none":
         return np.ascontiguousarray(page).view(np.uint8).reshape(-1)
-    way = codec.codec(name)
-    parts = [codec.pack(page[:, :, n], way.kind, way.axes[n], "bf16") for n in range(2)]
+    way = quant.codec(name)
+    parts = [quant.pack(page[:, :, n], way.kind, way.axes[n], "bf16") for n in range(2)]
     heads = page.shape[:2]
     pieces = [codes.reshape(*heads, -1) for codes, _ in parts]
     pieces += [np.ascontiguousarray(words).view(np.uint8).reshape(*heads, -1) for _, words in parts]

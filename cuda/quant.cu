@@ -8,7 +8,7 @@
 // rounded up. A group with a value that is not finite has the scale NaN, which brings NaN back. Subnormal float32 count
 // as 0, so that the result does not depend on the compiler's -ftz.
 //
-// Rows are `8 * vecs` elements at 16-byte boundaries. Every argument is 8 bytes wide. kvtier/codec.py is the same in
+// Rows are `8 * vecs` elements at 16-byte boundaries. Every argument is 8 bytes wide. kvtier/quant.py is the same in
 // numpy, bit for bit.
 
 typedef unsigned long long u64;

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvtier import codec
+from kvtier import quant
 from kvtier.device.layout import Paged, Plan, kv, plan
 from kvtier.identity import GroupSpec
 from kvtier.types import Kind
@@ -49,7 +49,7 @@ class EngineKv:
         shape = self.shape
         size = page_tokens * sum(shape.dims) * shape.item
         if name != "none":
-            size = codec.cell(codec.codec(name), page_tokens, shape.dims).bytes
+            size = quant.cell(quant.codec(name), page_tokens, shape.dims).bytes
         group = GroupSpec(Kind.FULL, shape.layers, shape.heads, size)
         return plan(self.layers, page_tokens, group, codec=name, element=element)
 
@@ -75,4 +75,4 @@ def numbers(count: int, seed: int, element: str = "bf16") -> np.ndarray:
     values = random.standard_normal(count // 2).astype(np.float32) * np.exp(random.standard_normal(count // 2) * 2)
     values = (values + 4 * np.sin(np.arange(count // 2) % 64)).astype(np.float32)
     values[random.random(len(values)) < 0.02] = 0
-    return codec.narrow(values, element).view(np.uint8)
+    return quant.narrow(values, element).view(np.uint8)

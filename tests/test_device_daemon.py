@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from enginekv import EngineKv, Shape
-from kvtier import codec
+from kvtier import quant
 from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from kvtier.device.host import HostBuffer
@@ -48,7 +48,7 @@ class Engine:
 
     def compute(self, seed: int) -> None:
         """Random KV in all blocks."""
-        self.kv.bytes[:] = codec.narrow(
+        self.kv.bytes[:] = quant.narrow(
             np.random.default_rng(seed).standard_normal(len(self.kv.bytes) // 2).astype(np.float32), "bf16"
         ).view(np.uint8)
 
@@ -95,7 +95,7 @@ def test_blocks_go_into_reserved_slots_and_come_back_from_leased_ones(client: Cl
     if name == "none":
         assert np.array_equal(engine.blocks(), before)
     else:
-        moved = codec.widen(engine.blocks().view(np.uint16), "bf16") - codec.widen(before.view(np.uint16), "bf16")
+        moved = quant.widen(engine.blocks().view(np.uint16), "bf16") - quant.widen(before.view(np.uint16), "bf16")
         assert 0 < np.abs(moved).max() < 0.5
     engine.shuttle.close()
 

@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from enginekv import EngineKv, Shape, numbers
-from kvtier import codec
+from kvtier import quant
 from kvtier.device import host
 from kvtier.device.find import open_device
 from kvtier.device.layout import Plan
@@ -98,7 +98,7 @@ def test_gather_and_scatter_are_exact(name: str, gpu: Any):
 
 
 @pytest.mark.parametrize("element", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", codec.CODECS)
+@pytest.mark.parametrize("name", quant.CODECS)
 @pytest.mark.parametrize("shape", QUANTIZED)
 def test_quantization_is_numpys_bit_for_bit(shape: str, name: str, element: str, gpu: Any):
     """The twin of test_kernels: codes, scales and what comes back."""

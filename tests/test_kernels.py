@@ -13,7 +13,7 @@ import xxhash
 import cudakit
 import ptx
 from enginekv import EngineKv, Shape, numbers
-from kvtier import codec
+from kvtier import quant
 from kvtier.device import host
 from kvtier.device.kernels import launch
 from kvtier.device.layout import Plan
@@ -191,10 +191,10 @@ def test_few_thread_blocks_do_the_whole_work(blocks: int, compiler: str, arch: i
 
 
 @on_all
-@pytest.mark.parametrize(("name", "element"), ways(codec.CODECS))
+@pytest.mark.parametrize(("name", "element"), ways(quant.CODECS))
 @pytest.mark.parametrize("shape", QUANTIZED)
 def test_quantization_is_numpys_bit_for_bit(shape: str, name: str, element: str, compiler: str, arch: int):
-    """Codes, scales and what comes back of them are those of kvtier.codec, for every layout, codec and element."""
+    """Codes, scales and what comes back of them are those of kvtier.quant, for every layout, codec and element."""
     at = scene(*QUANTIZED[shape], name, element)
     do(at, compiler, arch, to_slots=True)
     mine = [slot.copy() for slot in at.slots]
@@ -235,10 +235,10 @@ def odd_values(name: str, element: str, compiler: str, arch: int) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(mine, at.slots, strict=True))
     at.engine.bytes[:] = 7
     do(at, compiler, arch, to_slots=False)
-    back = codec.widen(at.engine.bytes.view(np.uint16), element)
+    back = quant.widen(at.engine.bytes.view(np.uint16), element)
     at.engine.bytes[:] = 7
     do_on_host(at, to_slots=False)
-    want = codec.widen(at.engine.bytes.view(np.uint16), element)
+    want = quant.widen(at.engine.bytes.view(np.uint16), element)
     assert np.isnan(want).any()
     assert np.array_equal(back, want, equal_nan=True)
 
@@ -267,7 +267,7 @@ def test_moves_ask_for_hardly_more_sectors_than_there_are(name: str, compiler: s
 
 
 @on_all
-@pytest.mark.parametrize("name", codec.CODECS)
+@pytest.mark.parametrize("name", quant.CODECS)
 @pytest.mark.parametrize("shape", ["nhd", "mla"])
 def test_quantization_asks_for_hardly_more_sectors(shape: str, name: str, compiler: str, arch: int):
     """The same bound for fused gather and quantize, and back."""
@@ -341,7 +341,7 @@ def test_tables_name_kernels_that_exist():
     """`launch` picks kernels that the sources have, with as many arguments as they take."""
     for shape, tokens in (*LAYOUTS.values(), *QUANTIZED.values()):
         at = scene(shape, tokens)
-        names = ["none"] if (shape, tokens) in LAYOUTS.values() else list(codec.CODECS)
+        names = ["none"] if (shape, tokens) in LAYOUTS.values() else list(quant.CODECS)
         for name in names:
             plan = at.engine.plan(tokens, name)
             for op in moves(plan, at.addresses, at.ids, (0, shape.layers), to_slots=True):

@@ -7,7 +7,7 @@ import pytest
 
 import ptx
 import ptxmath
-from kvtier import codec
+from kvtier import quant
 from ptxparse import parse
 
 HEAD = """
@@ -95,10 +95,10 @@ def test_unknown_instructions_are_not_passed_over():
 
 def test_e4m3_agrees_with_the_codec_on_every_step():
     """Two ways of rounding to e4m3, written apart, agree on all codes, all ties and both neighbours of each."""
-    steps = codec._of_e4m3(np.arange(127, dtype=np.uint8))
+    steps = quant._of_e4m3(np.arange(127, dtype=np.uint8))
     points = np.concatenate([steps, (steps[1:] + steps[:-1]) / 2]).astype(np.float32)
     near = [np.nextafter(points, np.float32(way)) for way in (-np.inf, np.inf)]
     values = np.clip(np.concatenate([points, *near]), 0, 448).astype(np.float32)
     pairs = ptxmath.e4m3_pair(values, -values)
-    assert np.array_equal(pairs & 0xFF, codec._e4m3(values))
-    assert np.array_equal(pairs >> 8, codec._e4m3(-values))
+    assert np.array_equal(pairs & 0xFF, quant._e4m3(values))
+    assert np.array_equal(pairs >> 8, quant._e4m3(-values))

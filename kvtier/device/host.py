@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier import codec
+from kvtier import quant
 from kvtier.device.base import Event, Facts, Stream
 from kvtier.device.layout import Sheet
 from kvtier.device.ops import Move, Op, Sum
@@ -65,17 +65,17 @@ def quantize(op: Move) -> None:
     """Bytes through the codec."""
     sheet, tokens = op.sheet, op.per * op.sheet.tokens
     dim = sheet.row // 2
-    row, words = dim // (2 if op.kind == "int4" else 1), codec.scales(sheet.axis, tokens, dim)
+    row, words = dim // (2 if op.kind == "int4" else 1), quant.scales(sheet.axis, tokens, dim)
     for slot, blocks, plane in _pages(op):
         codes = slot_rows(sheet, slot + sheet.ats[plane], tokens, row)
         scales = view(slot + sheet.metas[plane], (sheet.heads, 4 * words), (sheet.head_pitch, 1))
         theirs = [engine_rows(sheet, sheet.bases[plane], block) for block in blocks]
         if op.to_slots:
             raw = np.concatenate(theirs, axis=1).view(np.uint16)
-            codes[...], packed = codec.pack(raw, op.kind, sheet.axis, op.element)
+            codes[...], packed = quant.pack(raw, op.kind, sheet.axis, op.element)
             scales[...] = np.ascontiguousarray(packed).view(np.uint8)
             continue
-        raw = codec.unpack(codes, np.ascontiguousarray(scales).view(np.uint32), op.kind, sheet.axis, op.element)
+        raw = quant.unpack(codes, np.ascontiguousarray(scales).view(np.uint32), op.kind, sheet.axis, op.element)
         for number, rows in enumerate(theirs):
             rows[...] = np.ascontiguousarray(raw[:, number * sheet.tokens : (number + 1) * sheet.tokens]).view(np.uint8)
 

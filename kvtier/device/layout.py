@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from kvtier.codec import CODECS, Cell, cell
 from kvtier.identity import GroupSpec, Slice
+from kvtier.quant import CODECS, Cell, cell
 from kvtier.types import bad
 
 VECTOR: Final = 16

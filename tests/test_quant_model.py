@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache
 
-from kvtier import codec
+from kvtier import quant
 from kvtier.demo import model as demo
 from kvtier.engines.dynamic import cache_argument
 
@@ -48,13 +48,13 @@ def ran() -> tuple[Any, Any, list[Any], Any]:
 
 def through(tensor: Any, kind: str, axis: str) -> Any:
     """A layer's K or V as it comes back; each value within the bound."""
-    raw = codec.narrow(tensor[0].numpy(), "bf16")
+    raw = quant.narrow(tensor[0].numpy(), "bf16")
     if not kind:
-        return torch.from_numpy(codec.widen(raw, "bf16"))[None]
-    codes, words = codec.pack(raw, kind, axis, "bf16")
-    back = codec.widen(codec.unpack(codes, words, kind, axis, "bf16"), "bf16")
-    off = np.abs(back.astype(np.float64) - codec.widen(raw, "bf16"))
-    assert (off <= codec.bound(raw, words, kind, axis, "bf16")).all()
+        return torch.from_numpy(quant.widen(raw, "bf16"))[None]
+    codes, words = quant.pack(raw, kind, axis, "bf16")
+    back = quant.widen(quant.unpack(codes, words, kind, axis, "bf16"), "bf16")
+    off = np.abs(back.astype(np.float64) - quant.widen(raw, "bf16"))
+    assert (off <= quant.bound(raw, words, kind, axis, "bf16")).all()
     return torch.from_numpy(back)[None]
 
 
@@ -62,7 +62,7 @@ def through(tensor: Any, kind: str, axis: str) -> Any:
 def test_logits_move_no_further_than_stated(name: str, ran: Any):
     """SmolLM2 reads KV that went through the codec: values within the bound, next token's distribution within MOVES."""
     model, rest, kept, logits = ran
-    kind, axes = ("", ("", "")) if name == "none" else codec.codec(name)[1:]
+    kind, axes = ("", ("", "")) if name == "none" else quant.codec(name)[1:]
     cache = DynamicCache()
     for number, pair in enumerate(kept):
         cache.update(*(through(tensor, kind, axis) for tensor, axis in zip(pair, axes, strict=True)), number)
