@@ -118,7 +118,7 @@ class OpenCache:
 class KeyPath:
     """A path of page keys and the daemon's handle for it. Keeps the keys, to match again after a reconnect."""
 
-    def __init__(self, cache: OpenCache, request: str) -> None:
+    def __init__(self, cache: OpenCache, request: str, session: str) -> None:
         self.cache = cache
         self.pages = 0
         """Pages that can be acquired, as of the last match."""
@@ -131,7 +131,7 @@ class KeyPath:
         """Seconds to compute each segment."""
         self.cut = -1
         """Pages that are loaded sooner than computed; -1: not known."""
-        self._request = request
+        self._request = request, session
         self._keys: list[bytes] = []
         self._joined: Joined | None = None
         self._epoch = cache.epoch
@@ -158,13 +158,13 @@ class KeyPath:
         joined, number = yield from self.cache.entering()
         if handle and self._joined is joined and self._epoch == self.cache.epoch:
             try:
-                reply = yield Call(joined, wire.Match(0, handle, keys, self._request, rate), wire.Matched)
+                reply = yield Call(joined, wire.Match(0, handle, keys, *self._request, rate), wire.Matched)
             except KvtierError as exc:
                 if exc.code is not Code.UNKNOWN:
                     raise
-                reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request, rate), wire.Matched)
+                reply = yield Call(joined, wire.Match(number, 0, self.keys, *self._request, rate), wire.Matched)
         else:
-            reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request, rate), wire.Matched)
+            reply = yield Call(joined, wire.Match(number, 0, self.keys, *self._request, rate), wire.Matched)
         self._matched(joined, cast("wire.Matched", reply))
 
     def _matched(self, joined: Joined, reply: wire.Matched) -> None:

@@ -46,6 +46,10 @@ class Copies:
         """Whose leaves these are in the orders: 0, or the number of a quota."""
         self.held = [[0] * self.groups for _ in range(TIERS)]
         """Copies by tier and group."""
+        self.version = 0
+        """Grows with whatever changes in nodes or copies."""
+        self.copies = [0] * TIERS
+        """Copies per tier, those of doomed nodes included."""
         self.root = Node(None, b"", 0, 0, self.groups, 0.0)
         self.root.chain = root_chain
 
@@ -162,6 +166,8 @@ class Copies:
         """Account for new copies; the first in a subtree shows all the way up."""
         before = node.count[tier]
         node.count[tier] = before + copies
+        self.copies[tier] += copies
+        self.version += 1
         if (order := self.orders.get(tier)) is not None:
             order.policy.gain(self, node, lo, hi, copies)
         if node.below[tier]:
@@ -176,7 +182,9 @@ class Copies:
         self._offer_all(node)
 
     def _told(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
-        """Let the tier's policy know that copies of pages [lo, hi) are gone."""
+        """Copies of pages [lo, hi) are gone: count them, and let the tier's policy know."""
+        self.copies[tier] -= copies
+        self.version += 1
         if (order := self.orders.get(tier)) is not None:
             order.policy.lose(self, node, lo, hi, copies)
 

@@ -27,12 +27,13 @@ WHOLE = 1 << 63
 class Path:
     """A request handle: the page keys of one request so far. Pins nothing."""
 
-    __slots__ = ("cache", "keys", "prefill", "request", "used")
+    __slots__ = ("cache", "keys", "prefill", "request", "session", "used")
 
-    def __init__(self, cache: Cache, request: str) -> None:
+    def __init__(self, cache: Cache, request: str, session: str = "") -> None:
         self.cache = cache
         self.keys = b""
         self.request = request
+        self.session = session
         self.prefill = 0.0
         """Tokens a second that the engine computes; 0: it did not say."""
         self.used = False

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier.heat import Heat
 from kvtier.policy import DEFAULT, Policy, load
+from kvtier.store.busy import Busy
 from kvtier.store.curves import Curves
 from kvtier.store.quotas import Quotas
 
@@ -30,5 +31,6 @@ class Ways:
         self.quotas = Quotas()
         self.heat = Heat()
         self.counts: Counter[str] = Counter()
+        self.busy = Busy(self.counts)
         self.policy_name = policy
         self.policy: type[Policy[Any]] = load(policy)
