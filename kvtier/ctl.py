@@ -11,26 +11,30 @@ from typing import Final
 import click
 
 from kvtier import __version__
-from kvtier.control.call import Call, Data, verb
+from kvtier.control.call import Call, Data, Group, verb
 
 
-class Lazy(click.Group):
+class Lazy(Group):
     """Adds groups of other modules without importing them before they are used."""
 
     more: Final = {
         "caches": ("kvtier.control.whole", "caches", "One row per cache."),
         "completion": ("kvtier.control.completion", "completion", "Print a shell's completion script."),
         "dashboard": ("kvtier.control.dashboard", "dashboard", "Print the dashboard's address, with its token."),
+        "disk": ("kvtier.control.disk", "disk", "Look after the disk tier: usage, scrub, verify, compact, purge."),
         "doctor": ("kvtier.control.doctor", "doctor", "Check what this host gives the daemon, and what to change."),
         "evict": ("kvtier.control.prompts", "evict", "Take a prompt out of host, or out of every tier."),
         "explain": ("kvtier.control.prompts", "explain", "Why a prompt is served as it is."),
+        "export": ("kvtier.control.carry", "export", "Write a prefix or a cache to a file."),
         "flush": ("kvtier.control.whole", "flush", "Wait until everything committed is durable."),
+        "import": ("kvtier.control.carry", "import_", "Bring the pages of an export file to this host."),
         "pin": ("kvtier.control.prompts", "pin", "Hold a prompt in host for a time."),
         "pins": ("kvtier.control.prompts", "pins", "List the pins."),
         "policies": ("kvtier.replay.cli", "policies", "List the eviction policies."),
         "prefetch": ("kvtier.control.prompts", "prefetch", "Bring a prompt to host."),
         "probe": ("kvtier.sizing.cli", "probe", "Measure this host's links for `size`."),
         "purge": ("kvtier.control.whole", "purge", "Empty all caches of a scope, an adapter or a tenant."),
+        "requests": ("kvtier.control.prompts", "requests", "List recent requests by their ids."),
         "replay": ("kvtier.replay.cli", "replay", "Replay a request trace through the store."),
         "set": ("kvtier.control.settings", "set_", "Show or change live settings."),
         "size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity."),
@@ -111,17 +115,24 @@ def ping(call: Call, show: bool, count: int) -> Data:
 
 
 @main.command()
+@click.option("--wait", "wait_s", default=600.0, show_default=True, help="Seconds to wait.")
 @verb
-def check(call: Call, show: bool) -> Data:
-    """Run the daemon's invariants now; exit code 1 when one is broken."""
-    from kvtier import wire  # noqa: PLC0415
+def check(call: Call, show: bool, wait_s: float) -> Data:
+    """Check the daemon's invariants now; exit code 1 when one is broken.
 
-    data = call.info(wire.Check())
-    broken = data.get("broken") or []
+    It is done in slices: engines go on being served.
+    """
+    from kvtier import wire  # noqa: PLC0415
+    from kvtier.control.progress import ask_long  # noqa: PLC0415
+
+    data: Data = ask_long(call, wire.Check(), wire.Info, lambda _: 0, wait_s).data
+    broken = data["broken"]
     if show:
         for line in broken:
             click.echo(line)
         click.echo(f"{len(broken)} broken" if broken else "ok")
+        if data.get("changed"):
+            click.echo(f"in use meanwhile, so that totals were not compared: {', '.join(data['changed'])}")
     return {**data, "healthy": not broken}
 
 

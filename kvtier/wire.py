@@ -151,6 +151,8 @@ class Match(Message):
     """Whole page keys, `stride` bytes each; a remainder is a bad_request."""
     request: str = ""
     """The engine's own request id, for people."""
+    session: str = ""
+    """The engine's id of the conversation that the request is part of, for people."""
 
 
 class Segment(Message, array_like=True):
@@ -454,22 +456,36 @@ class Metrics(Message):
 
 
 class Prompt(Message):
-    """How an operator names a prompt: exactly one of tokens, request and chain."""
+    """How an operator names a prompt: exactly one of tokens, request, session, chain and keys."""
 
     cache: str = ""
-    """Beginning of the cache's id in hex; may be empty where one token cache is open, and is not asked for request."""
+    """Beginning of the cache's id in hex; may be empty where there is one of the kind, and for request and session."""
     tokens: bytes = b""
     """int32 token ids, little-endian."""
     request: str = ""
     """The engine's own id of a recent request (Match.request)."""
+    session: str = ""
+    """The engine's id of a conversation (Match.session): its latest request."""
     chain: bytes = b""
     """Chain key of the prompt's last page."""
+    keys: bytes = b""
+    """Opaque keys of a keyed cache, concatenated, root first."""
+    group: int = 0
+    """Their group."""
 
 
 class Explain(Message):
     """What of a prompt matches, from which tier, where it diverges, what was evicted. Replies Info."""
 
     of: Prompt
+
+
+class Requests(Message):
+    """The latest requests that engines gave an id, latest first: what Explain and the like can name. Replies Info."""
+
+    session: str = ""
+    """Only those of this conversation."""
+    limit: int = 100
 
 
 class Pin(Message):
@@ -525,6 +541,87 @@ class Set(Message):
     values: dict[str, str] = {}
 
 
+class DiskUsage(Message):
+    """How full and how scattered the disk tier is, and what each cache holds there. Replies Info."""
+
+
+class DiskScrub(Message):
+    """Re-read every copy on disk, of one cache (beginning of its id) or all; drop what is wrong. Replies Info."""
+
+    cache: str = ""
+    wait_ms: int = 600000
+
+
+class DiskVerify(Message):
+    """Compare catalogue, cells and indexes; changes nothing. Replies Info."""
+
+
+class DiskCompact(Message):
+    """Gather free cells into whole slabs, and write the catalogue without its free pages. Replies Info."""
+
+
+class DiskPurge(Message):
+    """Empty one cache, or all that scope, adapter and salt fit, and discard their bytes on disk. Replies Info."""
+
+    cache: str = ""
+    scope: str = ""
+    adapter: str = ""
+    salt: bytes = b""
+
+
+class Export(Message):
+    """Begin to export the pages that a prompt matches, or (with a cache alone) a whole cache. Replies Info."""
+
+    of: Prompt
+
+
+class ExportNext(Message):
+    """The next bytes of an export's file. Replies Chunk."""
+
+    export: int
+
+
+class Chunk(Message):
+    """Reply to ExportNext: up to 1 MiB."""
+
+    data: bytes
+    last: bool = False
+
+
+class ExportEnd(Message):
+    """Give an export up."""
+
+    export: int
+
+
+class Import(Message):
+    """Begin to import a file with this header (its record's meta) into a trust scope. Replies Info."""
+
+    header: bytes
+    scope: str = ""
+    """Empty: the scope that the file names."""
+
+
+class ImportRun(Message):
+    """A run record's meta; the reply says whether its payload is wanted."""
+
+    number: int
+    run: bytes
+
+
+class ImportData(Message):
+    """The next bytes of the wanted payload. Replies Info: pages stored, once it is whole."""
+
+    number: int
+    data: bytes
+
+
+class ImportEnd(Message):
+    """The file has ended. Replies Info: pages by what became of them."""
+
+    number: int
+
+
 FIRST_ADMIN: Final = 96
 
 VERBS: Final[dict[type[Message], int]] = {
@@ -567,6 +664,19 @@ VERBS: Final[dict[type[Message], int]] = {
     Evict: 107,
     Remove: 108,
     Purge: 109,
+    Requests: 116,
+    DiskUsage: 120,
+    DiskScrub: 121,
+    DiskVerify: 122,
+    DiskCompact: 123,
+    DiskPurge: 124,
+    Export: 125,
+    ExportNext: 126,
+    ExportEnd: 127,
+    Import: 128,
+    ImportRun: 129,
+    ImportData: 130,
+    ImportEnd: 131,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvtier import wire
 from kvtier.identity import base_id
 from kvtier.store.cache import Cache
+from kvtier.store.checkup import Checkup
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
+from kvtier.store.exports import Exports
+from kvtier.store.imports import Imports
 from kvtier.store.instance import Instance, Process
 from kvtier.store.keyed import Keys
 from kvtier.store.operate import Operate
@@ -21,6 +25,8 @@ from kvtier.store.regions import Regions
 from kvtier.store.report import Report
 from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
+from kvtier.store.upkeep import Upkeep
+from kvtier.store.visits import Visits
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -54,12 +60,16 @@ class Store:
         self.keys = Keys(self.parts)
         self.commits = Commits(self.parts)
         self.regions = Regions(self.parts, self.keys, self.commits)
-        self.report = Report(self.parts, version)
         self.pins = Pins(self.parts)
+        self.checkup = Checkup(self.parts, self.pins)
+        self.report = Report(self.parts, self.checkup, version)
         operate = Operate(self.parts)
         self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
+        upkeep = Upkeep(self.parts, operate, self.scrub)
+        self.visits = Visits(self.parts)
+        exports, imports = Exports(self.parts, self.visits), Imports(self.parts, self.visits)
         self._scrub_bytes_s = scrub_bytes_s
-        self._scrubbing: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self.closing = False
         self.verbs: Mapping[type[wire.Message], Verb] = {
             wire.Open: self.open,
@@ -87,6 +97,7 @@ class Store:
             wire.Tree: self.report.tree,
             wire.Check: self.report.check,
             wire.Metrics: self.report.metrics,
+            wire.Requests: self.report.requests,
             wire.Explain: Explain(self.parts).explain,
             wire.Pin: self.pins.pin,
             wire.Unpin: self.pins.unpin,
@@ -96,14 +107,29 @@ class Store:
             wire.Remove: operate.remove,
             wire.Purge: operate.purge,
             wire.Flush: self.flush_all,
+            wire.DiskUsage: upkeep.usage,
+            wire.DiskScrub: upkeep.read_all,
+            wire.DiskVerify: upkeep.verify,
+            wire.DiskCompact: upkeep.compact,
+            wire.DiskPurge: upkeep.purge,
+            wire.Export: exports.begin,
+            wire.ExportNext: exports.next,
+            wire.ExportEnd: exports.end,
+            wire.Import: imports.begin,
+            wire.ImportRun: imports.run,
+            wire.ImportData: imports.data,
+            wire.ImportEnd: imports.end,
         }
 
     def start(self) -> asyncio.Task[None]:
         """Begin to rebuild the indexes from disk; engines may be served meanwhile. The task ends when all is loaded."""
         loop = asyncio.get_running_loop()
-        self.loading = loop.create_task(self.parts.restore())
+        self.loading = loop.create_task(self.parts.restore.run())
+        self._background.append(loop.create_task(self.checkup.run()))
         if self._scrub_bytes_s:
-            self._scrubbing = loop.create_task(self.scrub.run(self._scrub_bytes_s))
+            self._background.append(loop.create_task(self.scrub.run(self._scrub_bytes_s)))
+        if self.parts.disk is not None:
+            self._background.append(loop.create_task(self.parts.warmth.run()))
         return self.loading
 
     def cap(self, share: float) -> None:
@@ -198,12 +224,16 @@ class Store:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
         self.loading.cancel()
-        if self._scrubbing is not None:
-            self._scrubbing.cancel()
-            await asyncio.wait([self._scrubbing])
+        self.visits.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.wait(self._background)
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
             await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self.parts.warmth.save()
         self.parts.close()
 
     # -- caches ----------------------------------------------------------------------------------------------------

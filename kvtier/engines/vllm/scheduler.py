@@ -83,7 +83,7 @@ class Scheduler:
     def begin(self, request: Any) -> None:
         """A request has come: bring what of it is on disk to host while it waits, and lease nothing yet."""
         if self._cache is not None and not request.resumable:  # a streaming session may take tokens back
-            asked = Asked(request, Path(self._cache, request.request_id))
+            asked = Asked(request, Path(self._cache, request.request_id, ""))
             self._asked[request.request_id] = asked
             self._pool.submit(self._warm, asked, self._whole_pages(request))
 
