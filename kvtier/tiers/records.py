@@ -20,6 +20,7 @@ from kvtier.identity import CacheSpec
 from kvtier.tiers.cells import Layout, Span, layout_of
 from kvtier.tiers.keyplanes import pack_keys, unpack_keys
 from kvtier.tiers.layouts import packed_layouts
+from kvtier.types import bad
 
 FORMAT: Final = 2
 """Version of the catalogue; a higher one on disk is left alone, a lower one is upgraded (tiers/upgrade)."""
