@@ -40,6 +40,7 @@ class Lazy(Group):
         "size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity."),
         "top": ("kvtier.control.top", "top", "What happens now, every second."),
         "tree": ("kvtier.control.whole", "tree", "Cached prefixes of one cache."),
+        "try": ("kvtier.control.tryout", "tryout", "Try an engine on kvtier: venv, daemon and all."),
         "unpin": ("kvtier.control.prompts", "unpin", "End pins."),
     }
 

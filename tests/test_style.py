@@ -18,7 +18,7 @@ LAYERS = (
     {"types"},
     {"identity", "paths", "sources"},
     {"heat"},
-    {"index", "policy", "wire", "sizing", "codec"},
+    {"index", "policy", "wire", "sizing", "codec", "quant"},
     {"tiers", "device", "handshake"},
     {"mover"},
     {"store"},
@@ -35,7 +35,7 @@ SUBPARTS = {
 """Modules that belong to a part without being named like it."""
 
 CLIENT_MAY = {"types", "identity", "wire"}
-PURE = {"types", "identity", "index", "heat", "policy", "wire", "sizing", "codec"}
+PURE = {"types", "identity", "index", "heat", "policy", "wire", "sizing", "codec", "quant"}
 IMPURE_LIBRARIES = {"asyncio", "cupy", "lmdb", "aiohttp", "socket", "threading", "time", "random"}
 """What a module that must be replayable from its arguments alone has no business with."""
 
@@ -133,6 +133,12 @@ def test_pure_modules_do_no_input_or_output():
         if target.split(".")[0] in IMPURE_LIBRARIES
     ]
     assert not wrong
+
+
+def test_cupy_is_imported_in_one_place():
+    """Only kvtier/device/cuda.py imports cupy; everything else runs without it."""
+    users = {name for name, path in MODULES.items() if any(lib.split(".")[0] == "cupy" for lib in imports_of(path))}
+    assert users == {"kvtier.device.cuda"}
 
 
 def test_every_test_states_its_claim():
