@@ -85,6 +85,9 @@ def test_a_fresh_engine_and_a_restarted_daemon_give_the_same_bits(
     options = {"model": models / "llama", "attach": ATTACH[attach](home.socket), "dtype": dtype}
     with Engine(tmp_path / "log", **options) as cold:
         want = [cold.generate([each])[0] for each in prompts]
+        left = 1 if attach == "connector" else 0  # vLLM's own host tier loads all and computes the last token again
+        whole = [(n - left) // PAGE * PAGE for n in lengths]
+        kept(cold, prompts, whole)
         twins = cold.generate([prompt(150, 5)] * 3)
         assert texts(twins)[0] == texts(twins)[1] == texts(twins)[2]
         turn = prompts[0] + cold.generate([prompts[0]], tokens=40)[0]["tokens"]
@@ -94,8 +97,7 @@ def test_a_fresh_engine_and_a_restarted_daemon_give_the_same_bits(
     home.start()
     with Engine(tmp_path / "log", **options) as fresh:
         got = [fresh.generate([each])[0] for each in prompts]
-        left = 1 if attach == "connector" else 0  # vLLM's own host tier loads all and computes the last token again
-        assert [each["cached"] for each in got] == [(n - left) // PAGE * PAGE for n in lengths]
+        assert [each["cached"] for each in got] == whole
         assert [each["tokens"] for each in got] == [each["tokens"] for each in want]
         assert [each["logprobs"] for each in got] == [each["logprobs"] for each in want]
         assert texts(fresh.generate([prompt(150, 5)] * 3)) == texts(twins)
@@ -107,12 +109,14 @@ def test_a_sliding_window_model_gives_the_same_bits_with_hits(models: Path, home
     """Three KV cache groups: a fresh engine loads what each group needs, and what it gives is what was computed."""
     options = {"model": models / "gemma", "attach": ATTACH[attach](home.socket)}
     prompts = [prompt(200), prompt(96, 3), prompt(40, 9)]
+    whole = [192, 64 if attach == "connector" else 96, 32]
     with Engine(tmp_path / "log", **options) as cold:
         assert cold.tell("layout")["groups"] == 3
         want = [cold.generate([each])[0] for each in prompts]
+        kept(cold, prompts, whole)
     with Engine(tmp_path / "log", **options) as fresh:
         got = [fresh.generate([each])[0] for each in prompts]
-    assert [each["cached"] for each in got] == [192, 64 if attach == "connector" else 96, 32]
+    assert [each["cached"] for each in got] == whole
     assert [(each["tokens"], each["logprobs"]) for each in got] == [(w["tokens"], w["logprobs"]) for w in want]
 
 
@@ -122,9 +126,8 @@ def test_tensor_parallel_engines_share_pages_with_others(models: Path, home: Dae
     both = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     with Engine(tmp_path / "log", **options, **both) as two:
         want = two.generate([prompt(200)])
-        again = two.again([prompt(200)])
-        assert again[0]["cached"] == 192
-        assert texts(again) == texts(want)
+        kept(two, [prompt(200)], [192])
+        assert texts(two.again([prompt(200)])) == texts(want)
     with Engine(tmp_path / "log", **options) as one:
         got = one.generate([prompt(200)])
     assert got[0]["cached"] == 192
@@ -178,6 +181,11 @@ def flush(daemon: Daemon) -> None:
     """Wait until everything is on disk."""
     time.sleep(1)  # a commit that was just sent
     control(daemon, "flush")
+
+
+def kept(engine: Engine, prompts: list[list[int]], cached: list[int]) -> None:
+    """Wait until so many tokens of prompts are kept: an engine drops what it finds no room for at once."""
+    wait_for(lambda: [engine.again([each])[0]["cached"] for each in prompts] == cached, engine)
 
 
 def wait_for(true: Any, engine: Engine) -> None:
