@@ -165,6 +165,8 @@ class Matched(Message):
     pages: int
     segments: tuple[Segment, ...] = ()
     pending: int = 0
+    asking: bool = False
+    """Whether other hosts are being asked for more: match again soon, or acquire all (-1), which waits for them."""
 
 
 class Acquire(Message):

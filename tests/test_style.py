@@ -21,6 +21,7 @@ LAYERS = (
     {"index", "policy", "wire", "sizing", "codec"},
     {"tiers", "device", "handshake"},
     {"mover"},
+    {"peer"},
     {"store"},
     {"server"},
     {"daemon"},
@@ -30,6 +31,7 @@ LAYERS = (
 SUBPARTS = {
     "radix": "index", "keyed": "index", "groups": "index", "leaves": "index",
     "limits": "tiers", "units": "types", "frames": "wire", "config": "daemon", "companions": "daemon", "live": "daemon",
+    "fleet": "daemon",
 }  # fmt: skip
 """Modules that belong to a part without being named like it."""
 

@@ -122,6 +122,8 @@ class KeyPath:
         """Pages that can be acquired, as of the last match."""
         self.pending = 0
         """Pages after them that somebody is about to commit."""
+        self.asking = False
+        """Whether other hosts are being asked for more: `acquire()` of all waits for them."""
         self.segments: tuple[wire.Segment, ...] = ()
         self._request = request
         self._keys: list[bytes] = []
@@ -143,7 +145,7 @@ class KeyPath:
             raise bad("keys", f"whole page keys of {stride} bytes of a token cache", len(keys))
         if keys:
             self._keys.append(keys)
-        handle, self.pages, self.pending, self.segments = self._handle, 0, 0, ()
+        handle, self.pages, self.pending, self.segments, self.asking = self._handle, 0, 0, (), False
         self._handle = 0
         joined, number = yield from self.cache.entering()
         if handle and self._joined is joined and self._epoch == self.cache.epoch:
@@ -161,6 +163,7 @@ class KeyPath:
         """Remember what the daemon said."""
         self._joined, self._epoch, self._handle = joined, self.cache.epoch, reply.handle
         self.pages, self.pending, self.segments = reply.pages, reply.pending, reply.segments
+        self.asking = reply.asking
 
     def _handled(self) -> Steps[tuple[Joined, int]]:
         """The connection and the handle on it, matching again where either is gone."""

@@ -117,6 +117,8 @@ class Commits:
         first, end = res.publish(now)
         if first < end:
             self.parts.persist.offer(res.cache, res.nodes[0], first, end, _durable(res))
+            if self.parts.peers is not None and not res.instance.guest:
+                self.parts.peers.offer(res.cache, res.nodes[0], end)
 
     def _await(self, res: Reservation) -> None:
         """Remember it while it has complete pages that are not served."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +27,7 @@ WHOLE = 1 << 63
 class Path:
     """A request handle: the page keys of one request so far. Pins nothing."""
 
-    __slots__ = ("cache", "keys", "request", "used")
+    __slots__ = ("asked", "asked_bytes", "cache", "keys", "request", "used")
 
     def __init__(self, cache: Cache, request: str) -> None:
         self.cache = cache
@@ -34,6 +35,9 @@ class Path:
         self.request = request
         self.used = False
         """Whether the index has counted it."""
+        self.asked: asyncio.Task[None] | None = None
+        """The latest question to peers for the rest of it, and of how many bytes of keys."""
+        self.asked_bytes = 0
 
 
 class Lease:
@@ -87,6 +91,9 @@ class Process:
 
 class Instance:
     """One engine: its processes share leases, reservations, regions and caps."""
+
+    guest = False
+    """Whether it stands for other hosts: what it brings is not pushed on."""
 
     def __init__(self, name: str, scope: str, cap_bytes: int) -> None:
         self.name = name

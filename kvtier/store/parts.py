@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Node, Order
@@ -25,6 +26,9 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.ledger import PAGE_BITS
 from kvtier.tiers.records import Run
 from kvtier.types import Code, KvtierError, Tier, bad
+
+if TYPE_CHECKING:
+    from kvtier.store.peers import Peers
 
 SLICE_S = 1e-3
 """Long work on the loop lets others go first this often."""
@@ -47,6 +51,8 @@ class Parts:
         self.persist = Persist(disk, self.ways)
         self.space = Space(host, self.persist, self.mover, self.ways)
         self.loads = Loads(disk, self.mover, self.space, self.counts)
+        self.peers: Peers | None = None
+        """Other hosts, where some are configured."""
         self.caches: dict[int, Cache] = {}
         self.ids: dict[bytes, Cache] = {}
         self.epochs: dict[bytes, int] = {}

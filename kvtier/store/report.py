@@ -82,6 +82,7 @@ class Report:
                     "waiting": parts.mover.waiting,
                     "disk_queue_pages": parts.persist.queued_pages,
                 },
+                "peers": [] if parts.peers is None else parts.peers.tier.status(),
                 "counters": dict(parts.counts),
             }
         )
@@ -109,6 +110,7 @@ class Report:
                     "mover_jobs": parts.mover.running,
                     "disk_pages": parts.persist.queued_pages,
                     "loads": len(parts.loads.moving),
+                    "pushes": 0 if parts.peers is None else parts.peers.unpushed,
                     "reservations_waiting": len(parts.waiting),
                 },
                 "counters": dict(parts.counts),

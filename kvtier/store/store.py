@@ -8,6 +8,7 @@ from typing import Any
 
 from kvtier import wire
 from kvtier.identity import base_id
+from kvtier.peer.base import PeerTier
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
@@ -15,6 +16,7 @@ from kvtier.store.instance import Instance, Process
 from kvtier.store.keyed import Keys
 from kvtier.store.operate import Operate
 from kvtier.store.parts import Parts
+from kvtier.store.peers import Peers
 from kvtier.store.persist import flush_error
 from kvtier.store.pins import Pins
 from kvtier.store.regions import Regions
@@ -104,7 +106,13 @@ class Store:
         self.loading = loop.create_task(self.parts.restore())
         if self._scrub_bytes_s:
             self._scrubbing = loop.create_task(self.scrub.run(self._scrub_bytes_s))
+        if self.parts.peers is not None:
+            self.parts.peers.start()
         return self.loading
+
+    def join_fleet(self, tier: PeerTier) -> None:
+        """Bring pages from other hosts and push to them; before `start`."""
+        self.parts.peers = Peers(self.parts, self.tokens, self.commits, tier, self.cap_bytes)
 
     def cap(self, share: float) -> None:
         """The share of host that an instance may hold, from now on; what is held beyond it stays."""
@@ -188,6 +196,8 @@ class Store:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
         self.loading.cancel()
+        if self.parts.peers is not None:
+            await self.parts.peers.close()
         if self._scrubbing is not None:
             self._scrubbing.cancel()
             await asyncio.wait([self._scrubbing])

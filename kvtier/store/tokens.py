@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Awaitable
 
@@ -65,7 +66,12 @@ class Tokens:
         parts = segments(cache, node, found.pages)
         if not msg.handle:  # a request counts once, however often it polls
             misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
-        return Matched(number, found.pages, parts, found.pending)
+        return Matched(number, found.pages, parts, found.pending, self._ask(path, found))
+
+    def _ask(self, path: Path, found: Found) -> bool:
+        """Whether peers are being asked for the rest of a path, which somebody here does not compute already."""
+        peers = self.parts.peers
+        return peers is not None and not found.pending and peers.asking(path, found.pages) is not None
 
     def _use(self, path: Path, found: Found) -> Node:
         """One request counts once, however often it polls; returns the node that the match ends in."""
@@ -86,6 +92,7 @@ class Tokens:
         """Start loading what of the handle's match is not in host, and do not wait."""
         path = process.instance.path(msg.handle)
         found = path.cache.radix.match(path.keys, self.parts.now())
+        self._ask(path, found)
         if found.pages:
             index = path.cache.radix
             node = index.ending_at(found.node, found.pages)
@@ -99,12 +106,32 @@ class Tokens:
         """Lease a match; waits only when something must come from disk."""
         path = process.instance.path(msg.handle)
         deadline = self.parts.deadline(msg.wait_ms)
-        held = self._hold(process.instance, path, msg.pages)
+        asked = path.asked
+        if asked is not None and not asked.done() and self._wants_more(path, msg.pages):
+            return self._acquire_asked(process, path, msg.pages, asked, deadline)
+        return self._acquire(process, path, msg.pages, deadline)
+
+    def _wants_more(self, path: Path, pages: int) -> bool:
+        """Whether somebody who asks for `pages` pages is not served by what is here."""
+        return pages < 0 or pages > path.cache.radix.match(path.keys, self.parts.now()).pages
+
+    async def _acquire_asked(
+        self, process: Process, path: Path, pages: int, asked: asyncio.Task[None], deadline: float
+    ) -> Acquired:
+        """Wait for what peers have first, and then serve what is here."""
+        left = deadline - asyncio.get_running_loop().time()
+        await asyncio.wait([asked], timeout=max(0.0, left))
+        reply = self._acquire(process, path, pages, deadline)
+        return reply if isinstance(reply, Acquired) else await reply
+
+    def _acquire(self, process: Process, path: Path, pages: int, deadline: float) -> Acquired | Awaitable[Acquired]:
+        """Lease what matches now."""
+        held = self._hold(process.instance, path, pages)
         if held is None:
             return Acquired(0, 0)
         lease, missing = held
         if missing:
-            return self._load(process.instance, path, msg.pages, lease, deadline)
+            return self._load(process.instance, path, pages, lease, deadline)
         return self._grant(process.instance, lease)
 
     def _hold(self, instance: Instance, path: Path, pages: int) -> tuple[Lease, list[Missing]] | None:

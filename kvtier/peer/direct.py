@@ -1,0 +1,305 @@
+"""The peer tier `direct`: daemons that talk to each other over TCP, without anything in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+
+from kvtier.identity import CacheSpec
+from kvtier.peer import frames, ring
+from kvtier.peer.base import Pick, Place, Shared, Sink, Source
+from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
+from kvtier.peer.node import FAULTS, Node
+from kvtier.peer.pipe import Pipe, Refusal
+from kvtier.peer.secrets import Secrets
+from kvtier.types import KvtierError
+
+THREADS: Final = 16
+MIN_BYTES_S: Final = 32 << 20
+"""A transfer may take its deadline and the time that its bytes need at this rate."""
+MAX_OPS: Final = 8
+"""Requests under way to one peer."""
+
+
+class Direct:
+    """Peers of a static list of `name -> (host, port)`; names that DNS resolves are resolved at each connection."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, tuple[str, int]],
+        name: str,
+        secrets: Secrets,
+        *,
+        replicas: int = 2,
+        deadline_s: float = 0.2,
+        counts: Counter[str] | None = None,
+    ) -> None:
+        """`name` is this host's own in `nodes`. `deadline_s`: of one question; a transfer has its bytes' time too."""
+        self.counts = Counter() if counts is None else counts
+        self.deadline_s = deadline_s
+        self.pool = ThreadPoolExecutor(THREADS, "kvtier-peer")
+        self._name = name
+        self._names = sorted(nodes)
+        self._secrets = secrets
+        self._replicas = replicas
+        self._nodes = {
+            each: Node(each, nodes[each], secrets, most=MAX_OPS, deadline_s=deadline_s, counts=self.counts)
+            for each in self._names
+            if each != name
+        }
+
+    def start(self) -> None:
+        """Begin to ping every peer."""
+        for node in self._nodes.values():
+            node.start()
+
+    def shared(self, spec: CacheSpec, scope: str, epoch: int) -> Shared | None:
+        """The cache as peers know it; None where it is not shared. Keyed caches are not."""
+        return None if spec.keyed else self._secrets.shared(spec, scope, epoch)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def worth(self, shared: Shared, keys: bytes, have: int) -> bool:
+        """See PeerTier."""
+        name = _page_name(shared, keys, have)
+        return any(not node.lacks(name) for node in self._homes_up(shared, keys))
+
+    def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
+        """Other hosts that may have pages of a path and answer, those with the deepest first."""
+        names = dict.fromkeys(
+            name for rung in ring.rungs(shared, keys) for name in ring.homes(self._names, rung.key, self._replicas)
+        )
+        return [node for name in names if (node := self._nodes.get(name)) is not None and node.up]
+
+    async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
+        """See PeerTier. Ends as soon as one has all of it; who answers later is let go."""
+        name = _page_name(shared, keys, have)
+        asked = [node for node in self._homes_up(shared, keys) if not node.lacks(name)]
+        waits = {asyncio.ensure_future(self._find(node, shared, keys, have)) for node in asked}
+        found: list[Source] = []
+        total = len(keys) // shared.spec.stride
+        try:
+            while waits and not any(source.pages == total for source in found):
+                done, waits = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                found += [source for task in done if (source := task.result()) is not None]
+        except BaseException:
+            for source in found:
+                source.close()
+            raise
+        finally:
+            for task in waits:
+                task.add_done_callback(_close_late)
+        return sorted(found, key=lambda source: -source.pages)
+
+    async def _find(self, node: Node, shared: Shared, keys: bytes, have: int) -> Source | None:
+        """Ask one peer; None where it has no more, or does not say in time."""
+        self.counts["peer_asked"] += 1
+        try:
+            pipe = await node.take()
+        except (*FAULTS, KvtierError) as exc:
+            self._blame(node, exc)
+            return None
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                await node.use(pipe, shared)
+                reply = await pipe.ask(frames.Find(shared.id, keys), frames.Found)
+        except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
+            node.give(pipe, good=_refused(exc))
+            self._blame(node, exc)
+            return None
+        if reply.pages > len(keys) // shared.spec.stride or reply.pages <= have:
+            node.note_lack(_page_name(shared, keys, have))
+            node.give(pipe, good=reply.pages <= have)
+            return None
+        return DirectSource(self, node, pipe, shared, keys, reply.pages)
+
+    def _blame(self, node: Node, exc: BaseException) -> None:
+        """A peer that failed is asked no more for now; one that refused is asked again. Others' errors go on."""
+        if _refused(exc):
+            self.counts["peer_refused"] += 1
+        elif isinstance(exc, (*FAULTS, KvtierError)):
+            self.counts["peer_failures"] += 1
+            node.failed(exc)
+        else:
+            raise exc
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
+        """See PeerTier: other hosts only. A home on several rungs is named once, with the most pages."""
+        found: dict[str, int] = {}
+        for rung in ring.rungs(shared, keys):
+            for name in ring.homes(self._names, rung.key, self._replicas):
+                if name != self._name:
+                    found.setdefault(name, rung.pages)
+        return list(found.items())
+
+    async def offer(self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...]) -> Sink | None:
+        """See PeerTier."""
+        peer = self._nodes[node]
+        if not peer.up:
+            return None
+        try:
+            pipe = await peer.take()
+        except (*FAULTS, KvtierError) as exc:
+            self._blame(peer, exc)
+            return None
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                await peer.use(pipe, shared)
+                wanted = await pipe.ask(frames.Offer(shared.id, keys, spare), frames.Wanted)
+            items_of(shared.spec, wanted.picks, len(keys) // shared.spec.stride)
+        except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
+            peer.give(pipe, good=_refused(exc))
+            self._blame(peer, exc)
+            return None
+        return DirectSink(self, peer, pipe, shared, keys, wanted.picks)
+
+    def status(self) -> list[dict[str, Any]]:
+        """See PeerTier."""
+        return [node.status() for node in self._nodes.values()]
+
+    async def close(self) -> None:
+        """See PeerTier."""
+        for node in self._nodes.values():
+            await node.close()
+        self.pool.shutdown(wait=True)
+
+    def within(self, nbytes: int) -> float:
+        """Seconds that a transfer may take."""
+        return self.deadline_s + nbytes / MIN_BYTES_S
+
+
+class _Held:
+    """A connection that one task uses for one path."""
+
+    def __init__(self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes) -> None:
+        self.node = peer.name
+        self._tier = tier
+        self._peer = peer
+        self._pipe: Pipe | None = pipe
+        self._shared = shared
+        self._keys = keys
+
+    def _open(self) -> Pipe:
+        """The connection; raises EOFError once it is closed."""
+        if self._pipe is None:
+            raise EOFError("this peer failed before")
+        return self._pipe
+
+    def _fail(self, exc: BaseException) -> None:
+        """Give a failed connection up; raises what is no fault of the peer."""
+        if self._pipe is not None:
+            self._peer.give(self._pipe, good=_refused(exc))
+            self._pipe = None
+            self._tier._blame(self._peer, exc)  # noqa: SLF001 - one idea in two classes
+
+    def close(self) -> None:
+        """See Source and Sink."""
+        if self._pipe is not None:
+            self._peer.give(self._pipe, good=True)
+            self._pipe = None
+
+
+class DirectSource(_Held):
+    """A peer that answered Found."""
+
+    def __init__(self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, pages: int) -> None:
+        super().__init__(tier, peer, pipe, shared, keys)
+        self.pages = pages
+        self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
+
+    async def fetch(self, places: Sequence[Place]) -> list[int | None]:
+        """See Source."""
+        order = sorted(range(len(places)), key=lambda at: (places[at].group, places[at].page))
+        out: list[int | None] = [None] * len(places)
+        try:
+            found = await self._fetch([places[at] for at in order])
+        except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
+            self._fail(exc)
+            return out
+        for at, value in zip(order, found, strict=True):
+            out[at] = value
+        return out
+
+    async def _fetch(self, places: list[Place]) -> list[int | None]:
+        """Ask for the items and let them arrive; whatever is not exactly what was asked for is a fault."""
+        pipe, tier = self._open(), self._tier
+        items = [(place.group, place.page) for place in places]
+        nbytes = nbytes_of(self._shared.spec, items)
+        async with asyncio.timeout(tier.within(nbytes)):  # it may have to read them from its disk
+            load = await pipe.ask(frames.Fetch(picks_of(items)), frames.Load)
+        wrong = (
+            load.picks != picks_of(items)
+            or load.nbytes != nbytes
+            or len(load.sums) != 8 * len(items)
+            or load.echo != self._echo
+        )
+        if wrong:
+            tier.counts["peer_mismatch"] += 1
+            raise EOFError("it announced other pages than were asked for")
+        sums = np.frombuffer(load.sums, "<u8").tolist()
+        found = await pipe.fill(tier.pool, places, sums, tier.within(nbytes))
+        if None in found:
+            tier.counts["peer_checksum"] += found.count(None)
+            self._fail(EOFError("pages did not arrive, or were not what was stored"))
+        return found
+
+
+class DirectSink(_Held):
+    """A home that answered Wanted."""
+
+    def __init__(
+        self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, picks: tuple[Pick, ...]
+    ) -> None:
+        super().__init__(tier, peer, pipe, shared, keys)
+        self.picks = picks
+        self._echo = echo(shared.id, keys)
+
+    async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
+        """See Sink."""
+        pipe, tier = self._open(), self._tier
+        items = [(place.group, place.page) for place in places]
+        nbytes = nbytes_of(self._shared.spec, items)
+        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo)
+        try:
+            async with asyncio.timeout(tier.deadline_s):
+                await pipe.send(load)
+            await pipe.pour(tier.pool, places, tier.within(nbytes))
+            async with asyncio.timeout(tier.within(nbytes)):
+                return (await pipe.receive(frames.Stored)).pages
+        except BaseException as exc:
+            self._fail(exc)
+            raise
+
+    async def more(self) -> None:
+        """See Sink."""
+        try:
+            async with asyncio.timeout(self._tier.deadline_s):
+                self.picks = (await self._open().ask(frames.More(), frames.Wanted)).picks
+            items_of(self._shared.spec, self.picks, len(self._keys) // self._shared.spec.stride)
+        except BaseException as exc:
+            self._fail(exc)
+            raise
+
+
+def _page_name(shared: Shared, keys: bytes, page: int) -> bytes:
+    """Names page `page` of a path with all before it."""
+    return xxhash.xxh3_128_digest(shared.id + keys[: (page + 1) * shared.spec.stride])
+
+
+def _refused(exc: BaseException) -> bool:
+    """Whether a peer answered, with a no."""
+    return isinstance(exc, Refusal)
+
+
+def _close_late(task: asyncio.Future[Source | None]) -> None:
+    """Nobody waits any more for what this peer says."""
+    if not task.cancelled() and task.exception() is None and (source := task.result()) is not None:
+        source.close()
