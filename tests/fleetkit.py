@@ -83,6 +83,16 @@ class Host:
         """No invariant is broken, and nothing of the arena is in use but cached pages."""
         assert self.ask(wire.Check())["broken"] == []
 
+    def emptied(self) -> None:
+        """Once its caches are emptied no slot is in use: none was leaked."""
+        self.sound()
+        self.ask(wire.Purge(scope=f"uid:{os.getuid()}"))
+        until(lambda: not self.ask(wire.Status())["slots"])
+
+    def secrets(self, path: Path) -> None:
+        """Let the daemon read another file of secrets; before it starts."""
+        self.daemon.flags = [f for f in self.daemon.flags if "secrets" not in f] + [f"--peers-secrets={path}"]
+
     def signal(self, number: int) -> None:
         """Stop it, let it go on, or worse."""
         os.kill(self.daemon.pid, number)
@@ -137,6 +147,8 @@ class Fleet:
         nodes = ",".join(f"{name}=127.0.0.1:{port}" for name, port in self.members)
         secrets = write_secrets(home / "secrets", [f"uid:{os.getuid()}"])
         size = {"host": "64MiB", "disk": "0"} | sizes
+        self.isolated: set[str] = set()
+        """Members that nobody gets to talk to."""
         self.hosts = {}
         for name in names:
             (home / name).mkdir()
@@ -150,7 +162,9 @@ class Fleet:
         for host in self.hosts.values():
             host.start()
         for host in self.hosts.values():
-            until(lambda host=host: host.up() >= self.hosts.keys() - {host.name})
+            if host.name not in self.isolated:
+                others = self.hosts.keys() - {host.name} - self.isolated
+                until(lambda host=host, others=others: host.up() >= others)
         return self.hosts
 
     def __exit__(self, *_: object) -> None:

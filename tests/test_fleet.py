@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
-from fleetkit import Fleet, Host, until
+import pytest
+from engineproc import SPEC, path_keys
+from fleetkit import Fleet, Host, free_ports, until, write_secrets
+from liar import MODES, Liar
 
+from kvtier.peer.node import LACKS_S
+from kvtier.peer.ring import homes, rungs
+from kvtier.peer.secrets import read
+
+RECOVERY_S = 5.0
 PATHS = [[100 * n + page for page in range(5)] for n in range(1, 13)]
 """Twelve prompts without a common page: every host is home of some."""
 
@@ -36,3 +47,90 @@ def test_with_two_copies_no_single_lost_host_loses_a_page(tmp_path: Path) -> Non
         for name in "bc":
             assert [hosts[name].get(path) for path in PATHS] == [len(path) for path in PATHS]
             hosts[name].sound()
+
+
+def homes_of(home: Path, name: str, names: str = "abc") -> list[list[int]]:
+    """Prompts whose only home (R=1) is that host."""
+    shared = read(home / "secrets").shared(SPEC, f"uid:{os.getuid()}", 0)
+    return [p for p in PATHS if homes(list(names), rungs(shared, path_keys(p))[-1].key, 1) == [name]]
+
+
+def test_a_killed_home_costs_its_share_and_serves_again_soon_after_it_is_back(tmp_path: Path) -> None:
+    """R=1, kill -9 of b: its pages are misses, all others are hits, and 5 s after its return it takes and gives pages."""
+    with Fleet(tmp_path, replicas=1) as hosts:
+        mine, others = homes_of(tmp_path, "b"), homes_of(tmp_path, "c")
+        for path in mine:
+            assert hosts["b"].put(path) == len(path)
+        for path in others:
+            assert hosts["a"].put(path) == len(path)
+        until(hosts["a"].settled)
+        hosts["b"].daemon.kill()
+        assert [hosts["a"].get(path) for path in mine] == [0] * len(mine)
+        assert [hosts["a"].get(path) for path in others] == [len(path) for path in others]
+        hosts["b"].start()
+        until(lambda: "b" in hosts["a"].up(), timeout_s=RECOVERY_S)
+        assert [hosts["a"].get(path) for path in mine] == [0] * len(mine), "it was started empty"
+        assert hosts["a"].count("peer_restarts") == 1
+        for path in mine:
+            until(lambda path=path: hosts["b"].put(path) == len(path))  # the engine connects again first
+        time.sleep(LACKS_S)
+        assert [hosts["a"].get(path) for path in mine] == [len(path) for path in mine]
+        for name in "ac":
+            hosts[name].sound()
+
+
+def test_a_stopped_home_costs_one_deadline_and_then_nothing(tmp_path: Path) -> None:
+    """SIGSTOP of the only home: one question goes unanswered, later ones are not asked, and nothing is held."""
+    with Fleet(tmp_path, replicas=1) as hosts:
+        mine = homes_of(tmp_path, "b")
+        assert len(mine) >= 3
+        for path in mine:
+            assert hosts["b"].put(path) == len(path)
+        assert hosts["a"].get(mine[0]) == len(mine[0])
+        hosts["b"].signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        assert [hosts["a"].get(path, wait_ms=30_000) for path in mine[1:]] == [0] * (len(mine) - 1)
+        assert time.monotonic() - begin < 30, "the peer's deadline ends it, not the engine's"
+        assert hosts["a"].count("peer_failures") <= 1
+        hosts["b"].signal(signal.SIGCONT)
+        until(lambda: "b" in hosts["a"].up(), timeout_s=RECOVERY_S)
+        assert [hosts["a"].get(path) for path in mine] == [len(path) for path in mine]
+        for name in "abc":
+            hosts[name].emptied()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_a_peer_sends_nothing_wrong_is_served_and_nothing_leaks(tmp_path: Path, mode: str) -> None:
+    """A peer that lies in any way is a miss, counted; what it takes is given back, and the daemon goes on."""
+    (port,) = free_ports(1)
+    fleet = Fleet(tmp_path, 1, more=[("z", port)])
+    with Liar(read(tmp_path / "secrets"), port, mode) as liar, fleet as hosts:
+        host = hosts["a"]
+        until(lambda: host.up() == {"z"})
+        path = PATHS[0]
+        assert host.get(path, wait_ms=20_000) in range(len(path))  # what came before the lie may be right
+        assert liar.fetches == (mode != "more")
+        assert host.count("peer_failures") == (mode != "more")
+        host.sound()
+        host.put(path)
+        assert host.get(path) == len(path)
+        host.emptied()
+
+
+def test_a_host_without_the_secret_of_a_cache_gets_none_of_it(tmp_path: Path) -> None:
+    """A peer reads only caches whose secret it holds, and one without the fleet's key is not talked to at all."""
+    fleet = Fleet(tmp_path, 3, replicas=2)
+    write_secrets(tmp_path / "other", [f"uid:{os.getuid()}"], secret="33" * 32)
+    write_secrets(tmp_path / "foreign", [f"uid:{os.getuid()}"], fleet="44" * 32)
+    fleet.hosts["b"].secrets(tmp_path / "other")
+    fleet.hosts["c"].secrets(tmp_path / "foreign")
+    fleet.isolated = {"c"}
+    with fleet as hosts:
+        for path in PATHS:
+            assert hosts["a"].put(path) == len(path)
+        until(hosts["a"].settled)
+        for name in "bc":
+            assert [hosts[name].get(path) for path in PATHS] == [0] * len(PATHS)
+        assert hosts["a"].up() == {"b"}
+        assert hosts["a"].count("peer_refused") > 0
+        assert "c" not in hosts["b"].up()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from typing import Any
 
 import psutil
@@ -14,6 +15,8 @@ from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of
+from kvtier.tiers.pool import HostPool
+from kvtier.tiers.slab import SlotState
 from kvtier.types import Tier, bad
 
 HEAT_OF = 3
@@ -82,6 +85,7 @@ class Report:
                     "waiting": parts.mover.waiting,
                     "disk_queue_pages": parts.persist.queued_pages,
                 },
+                "slots": dict(sum((_states(pool) for pool in parts.host.pools), Counter())),
                 "peers": [] if parts.peers is None else parts.peers.tier.status(),
                 "counters": dict(parts.counts),
             }
@@ -145,6 +149,14 @@ class Report:
         """Broken invariants, and what is held while nobody is attached."""
         del msg
         return wire.Info({"broken": self.parts.check()})
+
+
+def _states(pool: HostPool) -> Counter[str]:
+    """Slots of a pool by state, those that are not free."""
+    counted: Counter[str] = Counter()
+    for counts in pool.counts():
+        counted.update({state.name.lower(): n for state, n in counts.items() if n and state != SlotState.FREE})
+    return counted
 
 
 def _row(cache: Cache) -> dict[str, Any]:
