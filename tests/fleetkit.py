@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from engineproc import CELL, HEADS, LAYERS, SPEC, content, path_keys
 
+from engineproc import CELL, HEADS, LAYERS, SPEC, content, path_keys
 from kvtier import wire
 from kvtier.client import Client
 from kvtier.control.call import Admin
@@ -120,7 +120,9 @@ class Host:
             out = np.empty(LAYERS * HEADS * CELL, np.uint8)
             for page in range(lease.pages):
                 assert lease.read(0, page, out), "a leased page is not what was stored"
-                assert np.array_equal(out.reshape(LAYERS, HEADS, CELL), content(keys[: (page + 1) * stride])), "wrong KV"
+                assert np.array_equal(out.reshape(LAYERS, HEADS, CELL), content(keys[: (page + 1) * stride])), (
+                    "wrong KV"
+                )
             return lease.pages
 
     def close(self) -> None:

@@ -8,8 +8,8 @@ import threading
 
 import numpy as np
 import xxhash
-from engineproc import content
 
+from engineproc import content
 from kvtier.peer import frames
 from kvtier.peer.items import echo, items_of
 from kvtier.peer.pipe import Pipe

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
+
 from engineproc import SPEC, path_keys
 from fleetkit import Fleet, Host, free_ports, until, write_secrets
-from liar import MODES, Liar
-
 from kvtier.peer.node import LACKS_S
 from kvtier.peer.ring import homes, rungs
 from kvtier.peer.secrets import read
+from liar import MODES, Liar
 
 RECOVERY_S = 5.0
 PATHS = [[100 * n + page for page in range(5)] for n in range(1, 13)]

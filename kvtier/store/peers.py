@@ -222,6 +222,11 @@ class Peers:
         self._queued.set()
 
     @property
+    def busy(self) -> bool:
+        """Whether some prompt is being asked for or pushed."""
+        return bool(self._asking) or self.unpushed > 0
+
+    @property
     def unpushed(self) -> int:
         """Paths that wait to be pushed or are being pushed."""
         return len(self._queue) + self._pushing
