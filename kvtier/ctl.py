@@ -31,6 +31,7 @@ class Lazy(click.Group):
         "probe": ("kvtier.sizing.cli", "probe", "Measure this host's links for `size`."),
         "purge": ("kvtier.control.whole", "purge", "Empty all caches of a scope, an adapter or a tenant."),
         "replay": ("kvtier.replay.cli", "replay", "Replay a request trace through the store."),
+        "route": ("kvtier.control.route", "route", "Which host a prompt is cheapest on."),
         "set": ("kvtier.control.settings", "set_", "Show or change live settings."),
         "size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity."),
         "top": ("kvtier.control.top", "top", "What happens now, every second."),

@@ -11,9 +11,11 @@ import contextlib
 import logging
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from kvtier import wire
@@ -24,6 +26,7 @@ from kvtier.types import KvtierError
 PROBE_S: Final = 1.0
 """A loop that does not answer a ping for so long is hung."""
 RETRY_S: Final = 5.0
+MAX_ASKED: Final = 16 << 20
 HOST: Final = "127.0.0.1"
 
 R = TypeVar("R", bound=wire.Message)
@@ -81,8 +84,17 @@ async def knock(path: Path) -> None:
             writer.transport.abort()
 
 
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /v1/route."""
+
+    tokens: list[int]
+    cache: str = ""
+    """Beginning of the cache's id; may be left out where there is one token cache."""
+    session: str = ""
+
+
 class Site:
-    """The two pages."""
+    """The pages."""
 
     def __init__(self, engine: Path, admin: Path) -> None:
         self._engine = engine
@@ -112,11 +124,23 @@ class Site:
             _log.warning("no metrics: %r", exc)
         return web.Response(body=render(data), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
+    async def route(self, request: web.Request) -> web.Response:
+        """Hosts for the prompt of a JSON body {tokens, cache, session}, the cheapest first; 400 and why, or 503."""
+        try:
+            asked = msgspec.json.decode(await request.read(), type=Asked)
+            of = wire.Prompt(asked.cache, array("i", asked.tokens).tobytes())
+            return web.json_response((await self._line.ask(wire.Route(of, asked.session), wire.Info)).data)
+        except (KvtierError, msgspec.DecodeError, OverflowError, web.HTTPRequestEntityTooLarge) as exc:
+            return web.json_response({"error": str(exc)}, status=400)
+        except (TimeoutError, OSError, EOFError) as exc:
+            return web.json_response({"error": repr(exc)}, status=503)
+
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application()
+        app = web.Application(client_max_size=MAX_ASKED)
         app.router.add_get("/healthz", self.healthz)
         app.router.add_get("/metrics", self.metrics)
+        app.router.add_post("/v1/route", self.route)
         return app
 
 

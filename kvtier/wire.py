@@ -23,6 +23,8 @@ MAX_BODY: Final = 64 << 20
 MAX_NAME: Final = 128
 MAX_KEYS: Final = 512
 """Opaque keys of one request: some milliseconds in which the daemon serves nobody else."""
+MAX_ORDERED: Final = 1024
+"""Requests of one Order."""
 MAX_ASKED: Final = 4096
 """The same of Exists, which costs a fraction of that a key."""
 ARENA_SHIFT: Final = 44
@@ -215,6 +217,22 @@ class Prefetch(Message):
     """Bring the handle's matched pages to host without leasing them. Replies Ok at once."""
 
     handle: int
+
+
+class Order(Message):
+    """In which order these requests are best served: longest shared prefix first, but overdue ones before all."""
+
+    handles: tuple[int, ...]
+    waited_ms: tuple[int, ...]
+    """How long each has waited."""
+    bound_ms: int = 1000
+    """Requests that waited so long are overdue."""
+
+
+class Ordered(Message):
+    """Reply to Order."""
+
+    handles: tuple[int, ...]
 
 
 class Want(Message):
@@ -519,6 +537,13 @@ class Purge(Message):
     salt: bytes = b""
 
 
+class Route(Message):
+    """Which host of the fleet a prompt is cheapest on. A session stays where it was while that is not too busy."""
+
+    of: Prompt
+    session: str = ""
+
+
 class Set(Message):
     """Change live settings, all or none, until they are read again; empty: show them. Replies Info."""
 
@@ -544,6 +569,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Reserve: 21,
     Commit: 22,
     Abort: 23,
+    Order: 24,
     Exists: 32,
     AcquireKeys: 33,
     ReserveKeys: 34,
@@ -567,6 +593,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Evict: 107,
     Remove: 108,
     Purge: 109,
+    Route: 110,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,6 +69,12 @@ class Host:
         """What an operator is told."""
         with Admin(self.daemon.socket.with_name("admin.sock"), 10.0) as admin:
             return admin.ask(message, wire.Info).data
+
+    def ctl(self, *words: str, stdin: str = "") -> dict:
+        """What kvtierctl prints as JSON."""
+        admin = str(self.daemon.socket.with_name("admin.sock"))
+        command = [sys.executable, "-m", "kvtier.ctl", "--socket", admin, *words, "--json"]
+        return json.loads(subprocess.run(command, input=stdin, capture_output=True, text=True, check=True).stdout)
 
     def count(self, name: str) -> int:
         """One counter of the daemon."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from typing import Self
 
 import numpy as np
 import xxhash
@@ -32,7 +33,7 @@ class Liar:
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
         self._tasks: set[asyncio.Task] = set()
 
-    def __enter__(self) -> Liar:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engineproc import SPEC, path_keys
@@ -56,7 +61,7 @@ def homes_of(home: Path, name: str, names: str = "abc") -> list[list[int]]:
 
 
 def test_a_killed_home_costs_its_share_and_serves_again_soon_after_it_is_back(tmp_path: Path) -> None:
-    """R=1, kill -9 of b: its pages are misses, all others are hits, and 5 s after its return it takes and gives pages."""
+    """R=1, kill -9 of b: its pages are misses, all others hits, and 5 s after its return it takes and gives pages."""
     with Fleet(tmp_path, replicas=1) as hosts:
         mine, others = homes_of(tmp_path, "b"), homes_of(tmp_path, "c")
         for path in mine:
@@ -134,3 +139,40 @@ def test_a_host_without_the_secret_of_a_cache_gets_none_of_it(tmp_path: Path) ->
         assert hosts["a"].up() == {"b"}
         assert hosts["a"].count("peer_refused") > 0
         assert "c" not in hosts["b"].up()
+
+
+def test_a_prompt_is_routed_to_the_host_that_has_it(tmp_path: Path) -> None:
+    """Kvtierctl route and POST /v1/route rank the hosts by cached pages and load; a cold prompt goes where hashing says."""
+    fleet = Fleet(tmp_path, replicas=1)
+    (port,) = free_ports(1)
+    fleet.hosts["a"].daemon.flags = [*fleet.hosts["a"].daemon.flags, f"--http-port={port}"]
+    with fleet as hosts:
+        (path, *_), cold = homes_of(tmp_path, "b"), [1, 2, 3]
+        hosts["a"].engine().open(SPEC).match(path_keys(cold))
+        hosts["b"].put(path)
+        ids = np.frombuffer(path_keys(path), "<i4").tolist()
+        shown = hosts["a"].ctl("route", "--tokens", "-", stdin=json.dumps(ids))
+        assert [row["name"] for row in shown["hosts"]][0] == "b"
+        assert shown["hosts"][0] | {"name": "b", "host": 5, "cost": 5 - 0.75 * 5} == shown["hosts"][0]
+
+        def ask(body: dict) -> dict:
+            url = f"http://127.0.0.1:{port}/v1/route"
+            with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())) as reply:
+                return json.loads(reply.read())
+
+        until(lambda: reachable(port))
+        assert ask({"tokens": ids, "session": "s"})["hosts"] == shown["hosts"]
+        cold_ids = np.frombuffer(path_keys(cold), "<i4").tolist()
+        first = ask({"tokens": cold_ids})["hosts"][0]["name"]
+        shared = read(tmp_path / "secrets").shared(SPEC, f"uid:{os.getuid()}", 0)
+        assert first == homes(list("abc"), rungs(shared, path_keys(cold))[0].key, 3)[0]
+        assert ask({"tokens": cold_ids, "session": "s"})["hosts"][0]["name"] == "b", "the session stays"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask({"tokens": "nonsense"})
+        assert refused.value.code == 400
+
+
+def reachable(port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0

@@ -18,7 +18,7 @@ LAYERS = (
     {"types"},
     {"identity", "paths", "sources"},
     {"heat"},
-    {"index", "policy", "wire", "sizing", "codec"},
+    {"index", "policy", "route", "wire", "sizing", "codec"},
     {"tiers", "device", "handshake"},
     {"mover"},
     {"peer"},
@@ -36,7 +36,7 @@ SUBPARTS = {
 """Modules that belong to a part without being named like it."""
 
 CLIENT_MAY = {"types", "identity", "wire"}
-PURE = {"types", "identity", "index", "heat", "policy", "wire", "sizing", "codec"}
+PURE = {"types", "identity", "index", "heat", "policy", "route", "wire", "sizing", "codec"}
 IMPURE_LIBRARIES = {"asyncio", "cupy", "lmdb", "aiohttp", "socket", "threading", "time", "random"}
 """What a module that must be replayable from its arguments alone has no business with."""
 

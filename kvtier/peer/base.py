@@ -98,6 +98,16 @@ class PeerTier(Protocol):
     async def offer(self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...]) -> Sink | None:
         """Tell a home of a path; `spare`: which items of window and state groups this host has. None: it refuses."""
 
+    @property
+    def name(self) -> str:
+        """This host's own name among the peers."""
+
+    async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
+        """Per peer that answers within the deadline: the fields of a route.View but its name."""
+
+    def preferred(self, shared: Shared, keys: bytes) -> list[str]:
+        """All hosts, in the order in which a prompt that nobody has should go to them."""
+
     def status(self) -> list[dict[str, Any]]:
         """One row per peer, for people."""
 

@@ -6,8 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -20,6 +21,7 @@ from kvtier.peer.pipe import Pipe, Refusal
 from kvtier.peer.secrets import Secrets
 from kvtier.types import KvtierError
 
+T = TypeVar("T")
 THREADS: Final = 16
 MIN_BYTES_S: Final = 32 << 20
 """A transfer may take its deadline and the time that its bytes need at this rate."""
@@ -44,7 +46,7 @@ class Direct:
         self.counts = Counter() if counts is None else counts
         self.deadline_s = deadline_s
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-peer")
-        self._name = name
+        self.name = name
         self._names = sorted(nodes)
         self._secrets = secrets
         self._replicas = replicas
@@ -97,9 +99,8 @@ class Direct:
                 task.add_done_callback(_close_late)
         return sorted(found, key=lambda source: -source.pages)
 
-    async def _find(self, node: Node, shared: Shared, keys: bytes, have: int) -> Source | None:
-        """Ask one peer; None where it has no more, or does not say in time."""
-        self.counts["peer_asked"] += 1
+    async def _ask(self, node: Node, shared: Shared, message: frames.Message, kind: type[T]) -> tuple[Pipe, T] | None:
+        """A question to one peer on a connection that the caller gives back; None where it does not answer in time."""
         try:
             pipe = await node.take()
         except (*FAULTS, KvtierError) as exc:
@@ -108,11 +109,19 @@ class Direct:
         try:
             async with asyncio.timeout(self.deadline_s):
                 await node.use(pipe, shared)
-                reply = await pipe.ask(frames.Find(shared.id, keys), frames.Found)
+                return pipe, await pipe.ask(message, kind)
         except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
             node.give(pipe, good=_refused(exc))
             self._blame(node, exc)
             return None
+
+    async def _find(self, node: Node, shared: Shared, keys: bytes, have: int) -> Source | None:
+        """Ask one peer; None where it has no more, or does not say in time."""
+        self.counts["peer_asked"] += 1
+        answer = await self._ask(node, shared, frames.Find(shared.id, keys), frames.Found)
+        if answer is None:
+            return None
+        pipe, reply = answer
         if reply.pages > len(keys) // shared.spec.stride or reply.pages <= have:
             node.note_lack(_page_name(shared, keys, have))
             node.give(pipe, good=reply.pages <= have)
@@ -136,30 +145,49 @@ class Direct:
         found: dict[str, int] = {}
         for rung in ring.rungs(shared, keys):
             for name in ring.homes(self._names, rung.key, self._replicas):
-                if name != self._name:
+                if name != self.name:
                     found.setdefault(name, rung.pages)
         return list(found.items())
 
     async def offer(self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...]) -> Sink | None:
         """See PeerTier."""
         peer = self._nodes[node]
-        if not peer.up:
+        answer = await self._ask(peer, shared, frames.Offer(shared.id, keys, spare), frames.Wanted) if peer.up else None
+        if answer is None:
             return None
+        pipe, wanted = answer
         try:
-            pipe = await peer.take()
-        except (*FAULTS, KvtierError) as exc:
-            self._blame(peer, exc)
-            return None
-        try:
-            async with asyncio.timeout(self.deadline_s):
-                await peer.use(pipe, shared)
-                wanted = await pipe.ask(frames.Offer(shared.id, keys, spare), frames.Wanted)
             items_of(shared.spec, wanted.picks, len(keys) // shared.spec.stride)
-        except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
-            peer.give(pipe, good=_refused(exc))
+        except KvtierError as exc:
+            peer.give(pipe, good=False)
             self._blame(peer, exc)
             return None
         return DirectSink(self, peer, pipe, shared, keys, wanted.picks)
+
+    # -- routing ---------------------------------------------------------------------------------------------------
+
+    async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
+        """See PeerTier."""
+        up = [node for node in self._nodes.values() if node.up]
+        replies = await asyncio.gather(*(self._weigh(node, shared, keys) for node in up))
+        return {
+            node.name: msgspec.structs.asdict(reply)
+            for node, reply in zip(up, replies, strict=True)
+            if reply is not None
+        }
+
+    async def _weigh(self, node: Node, shared: Shared, keys: bytes) -> frames.Weighed | None:
+        """Ask one peer; None where it does not say in time."""
+        answer = await self._ask(node, shared, frames.Weigh(shared.id, keys), frames.Weighed)
+        if answer is None:
+            return None
+        node.give(answer[0], good=True)
+        return answer[1]
+
+    def preferred(self, shared: Shared, keys: bytes) -> list[str]:
+        """See PeerTier: by the deepest rung, so that prompts that begin alike go to one host."""
+        found = ring.rungs(shared, keys)
+        return ring.homes(self._names, found[0].key, len(self._names)) if found else self._names
 
     def status(self) -> list[dict[str, Any]]:
         """See PeerTier."""

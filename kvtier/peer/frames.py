@@ -131,7 +131,42 @@ class Stored(Message, tag=14):
     pages: int
 
 
-Any = Knock | Challenge | Ping | Done | Refused | Use | Find | Found | Fetch | Load | Offer | More | Wanted | Stored
+class Weigh(Message, tag=15):
+    """What a path would cost there."""
+
+    cache: bytes
+    keys: bytes
+
+
+class Weighed(Message, tag=16):
+    """Pages of the path by the fastest tier that has them, and the load, in pages."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    backlog: int = 0
+    decode: int = 0
+    requests: int = 0
+
+
+Any = (
+    Knock
+    | Challenge
+    | Ping
+    | Done
+    | Refused
+    | Use
+    | Find
+    | Found
+    | Fetch
+    | Load
+    | Offer
+    | More
+    | Wanted
+    | Stored
+    | Weigh
+    | Weighed
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Any, strict=True)
 

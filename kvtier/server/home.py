@@ -28,6 +28,7 @@ from kvtier.store import Store
 from kvtier.store.cache import Cache
 from kvtier.store.peers import Guest, lend, path_keys
 from kvtier.store.reserve import Reservation
+from kvtier.store.routing import load, weigh
 from kvtier.types import Code, KvtierError, bad
 
 MAX_CONNECTIONS: Final = 256
@@ -138,6 +139,7 @@ class Visit:
             frames.Offer: self._offer,
             frames.More: self._more,
             frames.Load: self._take,
+            frames.Weigh: self._weigh,
         }
 
     async def run(self) -> None:
@@ -214,6 +216,15 @@ class Visit:
         if pages:
             self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
         return frames.Found(pages)
+
+    async def _weigh(self, msg: frames.Weigh) -> frames.Message:
+        """What a path would cost here."""
+        route = self._path(msg.cache, msg.keys)
+        cache = self._cache(route.shared)
+        if cache is None:
+            backlog, decode, requests = load(self._parts)
+            return frames.Weighed(0, 0, 0, backlog, decode, requests)
+        return frames.Weighed(*weigh(self._parts, cache, msg.keys, "")[1:])
 
     async def _fetch(self, msg: frames.Fetch) -> frames.Message | None:
         """Send items of the path that was found."""

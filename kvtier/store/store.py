@@ -21,6 +21,7 @@ from kvtier.store.persist import flush_error
 from kvtier.store.pins import Pins
 from kvtier.store.regions import Regions
 from kvtier.store.report import Report
+from kvtier.store.routing import Routing
 from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.ways import Ways
@@ -71,6 +72,7 @@ class Store:
             wire.Acquire: self.tokens.acquire,
             wire.Release: self.tokens.release,
             wire.Forget: self.tokens.forget,
+            wire.Order: self.tokens.order,
             wire.Prefetch: self.tokens.prefetch,
             wire.Reserve: self.tokens.reserve,
             wire.Commit: self.commits.commit,
@@ -97,6 +99,7 @@ class Store:
             wire.Evict: operate.evict,
             wire.Remove: operate.remove,
             wire.Purge: operate.purge,
+            wire.Route: Routing(self.parts).route,
             wire.Flush: self.flush_all,
         }
 
