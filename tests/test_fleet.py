@@ -142,7 +142,7 @@ def test_a_host_without_the_secret_of_a_cache_gets_none_of_it(tmp_path: Path) ->
 
 
 def test_a_prompt_is_routed_to_the_host_that_has_it(tmp_path: Path) -> None:
-    """Kvtierctl route and POST /v1/route rank the hosts by cached pages and load; a cold prompt goes where hashing says."""
+    """Both kvtierctl route and POST /v1/route rank hosts by cached pages and load; cold prompts go by hashing."""
     fleet = Fleet(tmp_path, replicas=1)
     (port,) = free_ports(1)
     fleet.hosts["a"].daemon.flags = [*fleet.hosts["a"].daemon.flags, f"--http-port={port}"]
@@ -152,7 +152,6 @@ def test_a_prompt_is_routed_to_the_host_that_has_it(tmp_path: Path) -> None:
         hosts["b"].put(path)
         ids = np.frombuffer(path_keys(path), "<i4").tolist()
         shown = hosts["a"].ctl("route", "--tokens", "-", stdin=json.dumps(ids))
-        assert [row["name"] for row in shown["hosts"]][0] == "b"
         assert shown["hosts"][0] | {"name": "b", "host": 5, "cost": 5 - 0.75 * 5} == shown["hosts"][0]
 
         def ask(body: dict) -> dict:

@@ -54,7 +54,7 @@ async def direct(home: Path, disk: Path | None = None, cache: CacheSpec = SPEC) 
         try:
             await until(lambda: tier.status()[0]["up"])
             yield Pair(tier, far, shared)
-            assert idle(far) == []
+            await until(lambda: idle(far) == [])
         finally:
             await tier.close()
             await served.close()

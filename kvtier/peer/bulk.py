@@ -1,7 +1,8 @@
-"""Bytes of pages between a socket and slots, in a worker thread: blocking calls, the GIL released, one deadline.
+"""Frames and bytes of pages between a socket and slots, in a worker thread: blocking calls, the GIL released.
 
-The kernel waits (SO_RCVTIMEO, SO_SNDTIMEO), so that a page is one call and the thread touches the interpreter once a
-page. A thread that returned touches the slots no more.
+The kernel waits (SO_RCVTIMEO, SO_SNDTIMEO), so that a megabyte is one call and the thread touches the interpreter once
+for it; the checksum is taken of each piece while it is in the processor's cache and the next one arrives. A thread
+that returned touches the slots no more.
 """
 
 from __future__ import annotations
@@ -11,102 +12,142 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Self, TypeVar
 
-from kvtier.mover import digest
+import xxhash
+
+from kvtier.peer import frames
 from kvtier.peer.base import Place
-from kvtier.peer.frames import SEAL_BYTES
 
 _TIMEVAL = struct.Struct("@ll")
-PIECE = 4 << 20
-"""The kernel is asked for so much at a time, so that the deadline is looked at in between."""
+PIECE = 1 << 20
+FAULTS = (OSError, EOFError, TimeoutError)
+T = TypeVar("T")
 
 
-def _limit(sock: socket.socket, option: int, until: float) -> None:
-    """Let the kernel wait at most until then (time.monotonic); raises TimeoutError when it is over."""
-    left = until - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("a transfer took too long")
-    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6) + 1))
+class Line:
+    """A connection in the hands of one worker thread, until a time (time.monotonic). A context manager.
 
-
-def _fill(sock: socket.socket, view: Any, until: float) -> None:
-    """Receive exactly the view's bytes."""
-    data = memoryview(view).cast("B")
-    at = 0
-    while at < len(data):
-        _limit(sock, socket.SO_RCVTIMEO, until)
-        try:
-            got = sock.recv_into(data[at : at + PIECE], 0, socket.MSG_WAITALL)
-        except BlockingIOError:
-            raise TimeoutError("a transfer took too long") from None
-        if not got:
-            raise EOFError("the peer closed the connection in a transfer")
-        at += got
-
-
-def _drain(sock: socket.socket, view: Any, until: float) -> None:
-    """Send exactly the view's bytes."""
-    data = memoryview(view).cast("B")
-    at = 0
-    while at < len(data):
-        _limit(sock, socket.SO_SNDTIMEO, until)
-        try:
-            at += sock.send(data[at : at + PIECE])
-        except BlockingIOError:
-            raise TimeoutError("a transfer took too long") from None
-
-
-def receive(
-    sock: socket.socket, places: Sequence[Place], sums: Sequence[int], until: float, seal: hmac.HMAC | None
-) -> list[int | None]:
-    """Fill the places; per item its checksum where it equals the one announced, else None.
-
-    What came whole before the connection failed counts, except under a seal: then all or nothing. The second result
-    of a failure is that the socket is of no use any more: it is shut down.
+    Everything raises OSError, EOFError, TimeoutError; the connection is of no use after that.
     """
-    out: list[int | None] = [None] * len(places)
-    sock.setblocking(True)
-    try:
-        for at, place in enumerate(places):
+
+    def __init__(self, sock: socket.socket, session: frames.Session, sealed: bool, within_s: float) -> None:
+        self._sock = sock
+        self._session = session
+        self._sealed = sealed
+        self._until = time.monotonic() + within_s
+
+    def __enter__(self) -> Self:
+        self._sock.setblocking(True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: object) -> None:
+        if exc is None or isinstance(exc, frames.Refusal):
+            self._sock.setblocking(False)
+        else:
+            shut(self._sock)
+
+    # -- frames -----------------------------------------------------------------------------------------------------
+
+    def send(self, message: frames.Message) -> None:
+        """Send one frame."""
+        self._put(memoryview(self._session.close(message)))
+
+    def receive(self, kind: type[T]) -> T:
+        """The next frame, which must be of that kind; raises Refusal, KvtierError."""
+        head = bytearray(frames.LENGTH.size)
+        self._get(memoryview(head))
+        raw = bytearray(frames.size_of(head, frames.MAX_BODY) + frames.MAC_BYTES)
+        self._get(memoryview(raw))
+        return frames.expect(self._session.open(head, raw), kind)
+
+    # -- pages ------------------------------------------------------------------------------------------------------
+
+    def pour(self, places: Sequence[Place]) -> None:
+        """Send the items' bytes in order."""
+        seal = self._session.seal_out() if self._sealed else None
+        for place in places:
             for view in place.views:
-                _fill(sock, view, until)
+                self._put(memoryview(view))
                 if seal is not None:
                     seal.update(view)
-            found = digest(place.views)
-            out[at] = found if found == sums[at] else None
         if seal is not None:
-            _check_seal(sock, seal, until)
-    except (OSError, EOFError, TimeoutError):
-        shut(sock)
-        return out if seal is None else [None] * len(places)
-    sock.setblocking(False)
-    return out
+            self._put(memoryview(seal.digest()))
 
+    def fill(self, places: Sequence[Place], sums: Sequence[int]) -> list[int | None]:
+        """Receive items into places; per item its checksum where it equals the one announced, else None.
 
-def _check_seal(sock: socket.socket, seal: hmac.HMAC, until: float) -> None:
-    """Raise EOFError unless the seal that follows is right."""
-    got = bytearray(SEAL_BYTES)
-    _fill(sock, got, until)
-    if not hmac.compare_digest(seal.digest(), bytes(got)):
-        raise EOFError("the seal of a transfer is wrong")
-
-
-def send(sock: socket.socket, places: Sequence[Place], until: float, seal: hmac.HMAC | None) -> None:
-    """Send the items' bytes in order. Raises OSError, TimeoutError; the socket is of no use after that."""
-    sock.setblocking(True)
-    for place in places:
-        for view in place.views:
-            _drain(sock, view, until)
+        What came whole before the connection failed counts (under a seal nothing does): it never raises, but shuts
+        the connection.
+        """
+        seal = self._session.seal_in() if self._sealed else None
+        out: list[int | None] = [None] * len(places)
+        try:
+            for at, place in enumerate(places):
+                found = self._item(place, seal)
+                out[at] = found if found == sums[at] else None
             if seal is not None:
-                seal.update(view)
-    if seal is not None:
-        _drain(sock, seal.digest(), until)
-    sock.setblocking(False)
+                self._check(seal)
+        except FAULTS:
+            shut(self._sock)
+            return out if seal is None else [None] * len(places)
+        return out
+
+    def _item(self, place: Place, seal: hmac.HMAC | None) -> int:
+        """Receive one item; its checksum."""
+        state = xxhash.xxh3_64()
+        for view in place.views:
+            data = memoryview(view)
+            for at in range(0, len(data), PIECE):
+                piece = data[at : at + PIECE]
+                self._get(piece)
+                state.update(piece)
+                if seal is not None:
+                    seal.update(piece)
+        return state.intdigest()
+
+    def _check(self, seal: hmac.HMAC) -> None:
+        """Raise EOFError unless the seal that follows is right."""
+        got = bytearray(frames.SEAL_BYTES)
+        self._get(memoryview(got))
+        if not hmac.compare_digest(seal.digest(), bytes(got)):
+            raise EOFError("the seal of a transfer is wrong")
+
+    # -- bytes ------------------------------------------------------------------------------------------------------
+
+    def _limit(self, option: int) -> None:
+        """Let the kernel wait at most until the deadline; raises TimeoutError when it is over."""
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("a transfer took too long")
+        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6) + 1))
+
+    def _get(self, data: memoryview) -> None:
+        """Receive exactly so many bytes."""
+        at = 0
+        while at < len(data):
+            self._limit(socket.SO_RCVTIMEO)
+            try:
+                got = self._sock.recv_into(data[at:], 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError("a transfer took too long") from None
+            if not got:
+                raise EOFError("the peer closed the connection in a transfer")
+            at += got
+
+    def _put(self, data: memoryview) -> None:
+        """Send all bytes."""
+        at = 0
+        while at < len(data):
+            self._limit(socket.SO_SNDTIMEO)
+            try:
+                at += self._sock.send(data[at:])
+            except BlockingIOError:
+                raise TimeoutError("a transfer took too long") from None
 
 
 def shut(sock: socket.socket) -> None:
-    """Let nobody use the socket again."""
+    """Let nobody use the socket again; a thread that waits in it ends."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:

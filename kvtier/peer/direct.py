@@ -15,9 +15,11 @@ import xxhash
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
 from kvtier.peer.base import Pick, Place, Shared, Sink, Source
+from kvtier.peer.bulk import Line
+from kvtier.peer.frames import Refusal
 from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
 from kvtier.peer.node import FAULTS, Node
-from kvtier.peer.pipe import Pipe, Refusal
+from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
 from kvtier.types import KvtierError
 
@@ -204,6 +206,10 @@ class Direct:
         return self.deadline_s + nbytes / MIN_BYTES_S
 
 
+class _MismatchError(EOFError):
+    """A peer answered something that was not asked."""
+
+
 class _Held:
     """A connection that one task uses for one path."""
 
@@ -261,19 +267,20 @@ class DirectSource(_Held):
         pipe, tier = self._open(), self._tier
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
-        async with asyncio.timeout(tier.within(nbytes)):  # it may have to read them from its disk
-            load = await pipe.ask(frames.Fetch(picks_of(items)), frames.Load)
-        wrong = (
-            load.picks != picks_of(items)
-            or load.nbytes != nbytes
-            or len(load.sums) != 8 * len(items)
-            or load.echo != self._echo
-        )
-        if wrong:
+        picks = picks_of(items)
+
+        def work(line: Line) -> list[int | None]:
+            line.send(frames.Fetch(picks))
+            load = line.receive(frames.Load)
+            if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
+                raise _MismatchError("it announced other pages than were asked for")
+            return line.fill(places, np.frombuffer(load.sums, "<u8").tolist())
+
+        try:
+            found = await pipe.threaded(tier.pool, work, 2 * tier.within(nbytes))  # it may read its disk first
+        except _MismatchError:
             tier.counts["peer_mismatch"] += 1
-            raise EOFError("it announced other pages than were asked for")
-        sums = np.frombuffer(load.sums, "<u8").tolist()
-        found = await pipe.fill(tier.pool, places, sums, tier.within(nbytes))
+            raise
         if None in found:
             tier.counts["peer_checksum"] += found.count(None)
             self._fail(EOFError("pages did not arrive, or were not what was stored"))
@@ -296,12 +303,14 @@ class DirectSink(_Held):
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo)
+
+        def work(line: Line) -> int:
+            line.send(load)
+            line.pour(places)
+            return line.receive(frames.Stored).pages
+
         try:
-            async with asyncio.timeout(tier.deadline_s):
-                await pipe.send(load)
-            await pipe.pour(tier.pool, places, tier.within(nbytes))
-            async with asyncio.timeout(tier.within(nbytes)):
-                return (await pipe.receive(frames.Stored)).pages
+            return await pipe.threaded(tier.pool, work, 2 * tier.within(nbytes))
         except BaseException as exc:
             self._fail(exc)
             raise

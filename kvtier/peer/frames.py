@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ MAX_HELLO: Final = 512
 """A body before the other side has shown that it has the key."""
 MAX_BODY: Final = 16 << 20
 MAX_ITEMS: Final = 1 << 16
+T = TypeVar("T")
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, tag_field="t"):
@@ -187,6 +188,28 @@ def decode(body: bytes) -> Message:
         raise KvtierError(Code.BAD_REQUEST, f"not a peer's frame: {exc}") from None
 
 
+class Refusal(KvtierError):  # noqa: N818 - it is the peer's answer, not a fault
+    """The peer understood and said no; the connection goes on."""
+
+
+def size_of(head: bytes | bytearray, most: int) -> int:
+    """Bytes of the body that follows; raises bad_request."""
+    size: int = LENGTH.unpack(head)[0]
+    if size > most:
+        raise KvtierError(Code.BAD_REQUEST, f"a frame of {size} bytes (at most {most})")
+    return size
+
+
+def expect(message: Message, kind: type[T]) -> T:
+    """A frame of that kind; raises the Refusal that came instead, bad_request for anything else."""
+    if isinstance(message, Refused) and not issubclass(Refused, kind):
+        code = Code(message.code) if message.code in set(Code) else Code.INTERNAL
+        raise Refusal(code, message.message[:200])
+    if not isinstance(message, kind):
+        raise KvtierError(Code.BAD_REQUEST, f"expected {kind.__name__}, got {type(message).__name__}")
+    return message
+
+
 class Session:
     """The keys of one connection after both nonces are known, and how many frames went each way."""
 
@@ -201,12 +224,22 @@ class Session:
         """What the answerer proves with."""
         return derive(self._answer, incarnation)
 
-    def sign(self, frame: bytes) -> bytes:
-        """The MAC of the next frame that is sent."""
+    def close(self, message: Message) -> bytes:
+        """The next frame that is sent, whole."""
+        raw = encode(message)
+        return raw + self._sign(raw)
+
+    def open(self, head: bytes | bytearray, raw: bytes | bytearray) -> Message:
+        """The next frame that was received: its length, and its body with the MAC; raises forbidden, bad_request."""
+        body = bytes(raw[:-MAC_BYTES])
+        self._verify(bytes(head) + body, bytes(raw[-MAC_BYTES:]))
+        return decode(body)
+
+    def _sign(self, frame: bytes) -> bytes:
         self._sent += 1
         return hmac.digest(self._out, self._sent.to_bytes(8, "little") + frame, hashlib.sha256)[:MAC_BYTES]
 
-    def verify(self, frame: bytes, mac: bytes) -> None:
+    def _verify(self, frame: bytes, mac: bytes) -> None:
         """Raise forbidden unless this is the next frame that the other side sent."""
         self._received += 1
         expected = hmac.digest(self._in, self._received.to_bytes(8, "little") + frame, hashlib.sha256)[:MAC_BYTES]

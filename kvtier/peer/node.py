@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from kvtier.peer import frames
 from kvtier.peer.base import Shared
-from kvtier.peer.pipe import Pipe, Refusal
+from kvtier.peer.frames import Refusal
+from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
 from kvtier.types import Code, KvtierError
 

@@ -8,23 +8,16 @@ import hmac
 import ipaddress
 import secrets as random
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from kvtier.mover import drained
 from kvtier.peer import bulk, frames
-from kvtier.peer.base import Place
 from kvtier.peer.secrets import Secrets
 from kvtier.types import Code, KvtierError
 
 T = TypeVar("T")
-BUFFER: Final = 4 << 20
-
-
-class Refusal(KvtierError):  # noqa: N818 - it is the peer's answer, not a fault
-    """The peer understood and said no; the connection goes on."""
 
 
 class Pipe:
@@ -79,28 +72,16 @@ class Pipe:
 
     async def send(self, message: frames.Message) -> None:
         """Send one frame."""
-        raw = frames.encode(message)
-        if self.session is not None:
-            raw += self.session.sign(raw)
+        raw = frames.encode(message) if self.session is None else self.session.close(message)
         await self._loop.sock_sendall(self.sock, raw)
 
     async def receive(self, kind: type[T], most: int = frames.MAX_BODY) -> T:
-        """The next frame, which must be of that kind; raises the error that a Refused carries."""
+        """The next frame, which must be of that kind; raises the Refusal that came instead."""
         head = await self._exactly(frames.LENGTH.size)
-        (size,) = frames.LENGTH.unpack(head)
-        if size > most:
-            raise KvtierError(Code.BAD_REQUEST, f"a frame of {size} bytes (at most {most})")
-        mac = frames.MAC_BYTES if self.session is not None else 0
-        raw = await self._exactly(size + mac)
-        body = bytes(raw[:size])
-        if self.session is not None:
-            self.session.verify(bytes(head) + body, bytes(raw[size:]))
-        message = frames.decode(body)
-        if isinstance(message, frames.Refused) and not issubclass(frames.Refused, kind):
-            raise _refusal(message)
-        if not isinstance(message, kind):
-            raise KvtierError(Code.BAD_REQUEST, f"expected {kind.__name__}, got {type(message).__name__}")
-        return message
+        size = frames.size_of(head, most)
+        if self.session is None:
+            return frames.expect(frames.decode(bytes(await self._exactly(size))), kind)
+        return frames.expect(self.session.open(head, await self._exactly(size + frames.MAC_BYTES)), kind)
 
     async def ask(self, message: frames.Message, kind: type[T]) -> T:
         """One frame there and one back."""
@@ -121,29 +102,19 @@ class Pipe:
 
     # -- bytes of pages -------------------------------------------------------------------------------------------
 
-    async def fill(
-        self, pool: Executor, places: Sequence[Place], sums: Sequence[int], within_s: float
-    ) -> list[int | None]:
-        """Receive items into places; see bulk.receive. Ends only when no byte is written there any more."""
-        seal = self.session.seal_in() if self.sealed and self.session is not None else None
+    async def threaded(self, pool: Executor, work: Callable[[bulk.Line], T], within_s: float) -> T:
+        """Let a worker thread use the connection for so long at most. Raises what `work` raises.
 
-        def work() -> list[int | None]:
-            return bulk.receive(self.sock, places, sums, time.monotonic() + within_s, seal)
+        A cancelled caller shuts the connection, so that the thread ends, and waits for that.
+        """
+        session = self.session
+        assert session is not None
 
-        return await self._threaded(pool, work)
+        def run() -> T:
+            with bulk.Line(self.sock, session, self.sealed, within_s) as line:
+                return work(line)
 
-    async def pour(self, pool: Executor, places: Sequence[Place], within_s: float) -> None:
-        """Send items. Ends only when no byte is read there any more. Raises OSError, TimeoutError."""
-        seal = self.session.seal_out() if self.sealed and self.session is not None else None
-
-        def work() -> None:
-            bulk.send(self.sock, places, time.monotonic() + within_s, seal)
-
-        await self._threaded(pool, work)
-
-    async def _threaded(self, pool: Executor, work: Callable[[], T]) -> T:
-        """Run work in a thread; a cancelled caller shuts the socket, so that the thread ends, and waits for it."""
-        future = asyncio.ensure_future(self._loop.run_in_executor(pool, work))
+        future = asyncio.ensure_future(self._loop.run_in_executor(pool, run))
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -154,8 +125,3 @@ class Pipe:
     def close(self) -> None:
         """Drop the connection."""
         self.sock.close()
-
-
-def _refusal(message: frames.Refused) -> Refusal:
-    code = Code(message.code) if message.code in set(Code) else Code.INTERNAL
-    return Refusal(code, message.message[:200])

@@ -20,6 +20,7 @@ import numpy as np
 from kvtier.identity import base_id, cache_id
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
+from kvtier.peer.bulk import Line
 from kvtier.peer.direct import MIN_BYTES_S
 from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of
 from kvtier.peer.pipe import Pipe
@@ -263,9 +264,12 @@ class Visit:
             raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
         keys = path_keys(cache, node)
         load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, echo(route.shared.id, keys))
-        async with asyncio.timeout(within):
-            await self._pipe.send(load)
-        await self._pipe.pour(home.pool, places, within)
+
+        def work(line: Line) -> None:
+            line.send(load)
+            line.pour(places)
+
+        await self._pipe.threaded(home.pool, work, within)
         self._parts.counts["pages_served_peer"] += len({page for _, page in items})
         self._parts.counts["bytes_host_to_peer"] += nbytes
 
@@ -317,7 +321,7 @@ class Visit:
             raise EOFError("other pages came than were asked for")
         places = [Place(g, page, cache.views(g, handles[g, page])) for g, page in items]
         sums = np.frombuffer(msg.sums, "<u8").tolist()
-        got = await self._pipe.fill(home.pool, places, sums, home.within(nbytes))
+        got = await self._pipe.threaded(home.pool, lambda line: line.fill(places, sums), home.within(nbytes))
         known = {(g, page - res.start): value for (g, page), value in zip(items, got, strict=True) if value is not None}
         if len(known) < len(items):
             self._parts.counts["peer_checksum"] += len(items) - len(known)
