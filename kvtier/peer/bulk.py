@@ -20,7 +20,9 @@ from kvtier.peer import frames
 from kvtier.peer.base import Place
 
 _TIMEVAL = struct.Struct("@ll")
-PIECE = 1 << 20
+PIECE = 4 << 20
+VECTORS = 256
+"""Buffers that one call takes."""
 FAULTS = (OSError, EOFError, TimeoutError)
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ class Line:
 
     def send(self, message: frames.Message) -> None:
         """Send one frame."""
-        self._put(memoryview(self._session.close(message)))
+        self._put([memoryview(self._session.close(message))])
 
     def receive(self, kind: type[T]) -> T:
         """The next frame, which must be of that kind; raises Refusal, KvtierError."""
@@ -63,16 +65,16 @@ class Line:
 
     # -- pages ------------------------------------------------------------------------------------------------------
 
-    def pour(self, places: Sequence[Place]) -> None:
-        """Send the items' bytes in order."""
-        seal = self._session.seal_out() if self._sealed else None
-        for place in places:
-            for view in place.views:
-                self._put(memoryview(view))
-                if seal is not None:
-                    seal.update(view)
-        if seal is not None:
-            self._put(memoryview(seal.digest()))
+    def pour(self, load: frames.Load, places: Sequence[Place]) -> None:
+        """Send the frame and the items' bytes in order, many a call."""
+        head = memoryview(self._session.close(load))
+        views = [memoryview(view) for place in places for view in place.views]
+        if self._sealed:
+            seal = self._session.seal_out()
+            for view in views:
+                seal.update(view)
+            views.append(memoryview(seal.digest()))
+        self._put([head, *views])
 
     def fill(self, places: Sequence[Place], sums: Sequence[int]) -> list[int | None]:
         """Receive items into places; per item its checksum where it equals the one announced, else None.
@@ -135,15 +137,20 @@ class Line:
                 raise EOFError("the peer closed the connection in a transfer")
             at += got
 
-    def _put(self, data: memoryview) -> None:
+    def _put(self, views: list[memoryview]) -> None:
         """Send all bytes."""
-        at = 0
-        while at < len(data):
+        first = 0
+        while first < len(views):
             self._limit(socket.SO_SNDTIMEO)
             try:
-                at += self._sock.send(data[at:])
+                sent = self._sock.sendmsg(views[first : first + VECTORS])
             except BlockingIOError:
                 raise TimeoutError("a transfer took too long") from None
+            while first < len(views) and sent >= len(views[first]):
+                sent -= len(views[first])
+                first += 1
+            if sent:
+                views[first] = views[first][sent:]
 
 
 def shut(sock: socket.socket) -> None:

@@ -305,8 +305,7 @@ class DirectSink(_Held):
         load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo)
 
         def work(line: Line) -> int:
-            line.send(load)
-            line.pour(places)
+            line.pour(load, places)
             return line.receive(frames.Stored).pages
 
         try:

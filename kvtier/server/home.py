@@ -20,7 +20,6 @@ import numpy as np
 from kvtier.identity import base_id, cache_id
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
-from kvtier.peer.bulk import Line
 from kvtier.peer.direct import MIN_BYTES_S
 from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of
 from kvtier.peer.pipe import Pipe
@@ -265,11 +264,7 @@ class Visit:
         keys = path_keys(cache, node)
         load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, echo(route.shared.id, keys))
 
-        def work(line: Line) -> None:
-            line.send(load)
-            line.pour(places)
-
-        await self._pipe.threaded(home.pool, work, within)
+        await self._pipe.threaded(home.pool, lambda line: line.pour(load, places), within)
         self._parts.counts["pages_served_peer"] += len({page for _, page in items})
         self._parts.counts["bytes_host_to_peer"] += nbytes
 
