@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -60,10 +61,13 @@ class Host:
         self.name = name
         self.daemon = daemon
         self.client: Client | None = None
+        self.place: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """Where its process is started."""
 
     def start(self) -> None:
         """Start the daemon."""
-        self.daemon.start()
+        with self.place():
+            self.daemon.start()
 
     def ask(self, message: wire.Message) -> dict:
         """What an operator is told."""
@@ -149,13 +153,21 @@ class Fleet:
     """Daemons a, b, c, ... on loopback; a context manager."""
 
     def __init__(
-        self, home: Path, n: int = 3, *, replicas: int = 2, more: Sequence[tuple[str, int]] = (), **sizes: str
+        self,
+        home: Path,
+        n: int = 3,
+        *,
+        replicas: int = 2,
+        more: Sequence[tuple[str, int]] = (),
+        address: Callable[[int], tuple[str, int]] | None = None,
+        **sizes: str,
     ) -> None:
-        """`more`: (name, port) of members that are no daemons of this class."""
+        """`more`: (name, port) of members that are no daemons of this class; `address`: of the n-th, else loopback."""
         names = [chr(ord("a") + i) for i in range(n)]
-        self.ports = dict(zip(names, free_ports(n), strict=True))
-        self.members = [*self.ports.items(), *more]
-        nodes = ",".join(f"{name}=127.0.0.1:{port}" for name, port in self.members)
+        ports = free_ports(n)
+        where = [("127.0.0.1", port) if address is None else address(i) for i, port in enumerate(ports)]
+        members = [*zip(names, where, strict=True), *((name, ("127.0.0.1", port)) for name, port in more)]
+        nodes = ",".join(f"{name}={host}:{port}" for name, (host, port) in members)
         secrets = write_secrets(home / "secrets", [f"uid:{os.getuid()}"])
         size = {"host": "64MiB", "disk": "0"} | sizes
         self.isolated: set[str] = set()
