@@ -1,6 +1,8 @@
-"""A fleet of hosts that are network namespaces behind a bridge. Run by test_fleet_net.py as root of namespaces of its own:
+"""A fleet of hosts that are network namespaces behind a bridge.
 
-unshare --user --map-root-user --net --mount --fork python netfleet.py SCENARIO FOLDER
+Run by test_fleet_net.py as root of namespaces of its own:
+
+    unshare --user --map-root-user --net --mount --fork python netfleet.py SCENARIO FOLDER
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def homed_at(home: Path, name: str) -> list[list[int]]:
 
 
 def slow_link(home: Path) -> None:
-    """A link that is too slow for the deadline gives what came in time, right; a faster one gives all; nothing leaks."""
+    """A link too slow for the deadline gives what came in time, right; a faster one gives all; nothing leaks."""
     with NetFleet(home) as hosts:
         first, second, *_ = homed_at(home, "b")
         for path in (first, second):
@@ -96,7 +98,7 @@ def slow_link(home: Path) -> None:
 
 
 def partition(home: Path) -> None:
-    """A host that is cut off costs one deadline, and serves again within 5 s of the link's return, without a restart."""
+    """A host that is cut off costs one deadline; 5 s after the link is back it serves again, without a restart."""
     with NetFleet(home) as hosts:
         mine = homed_at(home, "b")
         for path in mine:

@@ -50,6 +50,8 @@ class Direct:
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-peer")
         self.name = name
         self._names = sorted(nodes)
+        self._late: set[asyncio.Future[Source | None]] = set()
+        """Questions whose answers nobody waits for any more."""
         self._secrets = secrets
         self._replicas = replicas
         self._nodes = {
@@ -98,18 +100,20 @@ class Direct:
             raise
         finally:
             for task in waits:
-                task.add_done_callback(_close_late)
+                self._late.add(task)
+                task.add_done_callback(self._close_late)
         return sorted(found, key=lambda source: -source.pages)
 
     async def _ask(self, node: Node, shared: Shared, message: frames.Message, kind: type[T]) -> tuple[Pipe, T] | None:
         """A question to one peer on a connection that the caller gives back; None where it does not answer in time."""
+        until = asyncio.get_running_loop().time() + self.deadline_s
         try:
-            pipe = await node.take()
+            pipe = await node.take(until)
         except (*FAULTS, KvtierError) as exc:
             self._blame(node, exc)
             return None
         try:
-            async with asyncio.timeout(self.deadline_s):
+            async with asyncio.timeout_at(until):
                 await node.use(pipe, shared)
                 return pipe, await pipe.ask(message, kind)
         except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
@@ -129,6 +133,12 @@ class Direct:
             node.give(pipe, good=reply.pages <= have)
             return None
         return DirectSource(self, node, pipe, shared, keys, reply.pages)
+
+    def _close_late(self, task: asyncio.Future[Source | None]) -> None:
+        """Nobody waits any more for what this peer says."""
+        self._late.discard(task)
+        if not task.cancelled() and task.exception() is None and (source := task.result()) is not None:
+            source.close()
 
     def _blame(self, node: Node, exc: BaseException) -> None:
         """A peer that failed is asked no more for now; one that refused is asked again. Others' errors go on."""
@@ -197,6 +207,9 @@ class Direct:
 
     async def close(self) -> None:
         """See PeerTier."""
+        for task in self._late:
+            task.cancel()
+        await asyncio.gather(*self._late, return_exceptions=True)
         for node in self._nodes.values():
             await node.close()
         self.pool.shutdown(wait=True)
@@ -333,9 +346,3 @@ def _page_name(shared: Shared, keys: bytes, page: int) -> bytes:
 def _refused(exc: BaseException) -> bool:
     """Whether a peer answered, with a no."""
     return isinstance(exc, Refusal)
-
-
-def _close_late(task: asyncio.Future[Source | None]) -> None:
-    """Nobody waits any more for what this peer says."""
-    if not task.cancelled() and task.exception() is None and (source := task.result()) is not None:
-        source.close()

@@ -98,10 +98,13 @@ class Node:
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    async def take(self) -> Pipe:
-        """A connection for one request, to be given back; raises what connecting raises, busy where too many run."""
+    async def take(self, until: float) -> Pipe:
+        """A connection for one request, to be given back, by that loop time.
+
+        Raises what connecting raises, TimeoutError, and a Refusal where too many requests are under way.
+        """
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout_at(until):
                 await self._room.acquire()
         except TimeoutError:
             self.counts["peer_busy"] += 1
@@ -112,7 +115,8 @@ class Node:
                 if _quiet(pipe.sock):
                     return pipe
                 pipe.close()
-            return await self._connect()
+            async with asyncio.timeout_at(until):
+                return await self._connect()
         except BaseException:
             self._room.release()
             raise

@@ -38,6 +38,8 @@ FIRST_BYTES: Final = 64 << 10
 KNOCK_S: Final = 2.0
 """A newcomer shows that it has the key within this time."""
 IDLE_S: Final = 60.0
+TAKE_S: Final = 5.0
+"""What is reserved for a peer that does not send it is given back after that time."""
 FAULTS: Final = (OSError, EOFError, TimeoutError)
 
 _log = logging.getLogger("kvtier.peer")
@@ -159,7 +161,7 @@ class Visit:
             if reply is not None:
                 async with asyncio.timeout(home.deadline_s + 1.0):
                     await pipe.send(reply)
-            async with asyncio.timeout(IDLE_S):
+            async with asyncio.timeout(IDLE_S if self._taking is None else TAKE_S):
                 message = await pipe.receive(frames.Message)
 
     def end(self) -> None:

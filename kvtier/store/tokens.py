@@ -141,6 +141,8 @@ class Tokens:
         """Wait for what peers have first, and then serve what is here."""
         left = deadline - asyncio.get_running_loop().time()
         await asyncio.wait([asked], timeout=max(0.0, left))
+        if process.instance.gone:
+            return Acquired(0, 0)
         reply = self._acquire(process, path, pages, deadline)
         return reply if isinstance(reply, Acquired) else await reply
 
