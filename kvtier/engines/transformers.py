@@ -197,9 +197,9 @@ class Attached:
 
     def _load(self, path: Path, cache: Any) -> int:
         """Copy the cached prefix into `cache`; how many pages it was. A page that is lost or wrong ends the prefix."""
-        if not path.pages:
+        if not (path.pages or path.asking):
             return 0
-        with path.acquire(path.pages) as lease:
+        with path.acquire(-1 if path.asking else path.pages) as lease:
             rows = torch.empty((lease.pages, self.layout.group.item_bytes), dtype=torch.uint8)
             pages = 0
             while pages < lease.pages and lease.read(0, pages, rows[pages].numpy()):

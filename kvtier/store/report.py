@@ -110,6 +110,7 @@ class Report:
                 "leases": sum(len(i.leases) for i in held),
                 "reservations": sum(len(i.reservations) for i in held),
                 "held_bytes": sum(i.held_bytes for i in held),
+                "peers": [] if parts.peers is None else parts.peers.tier.status(),
                 "queues": {
                     "mover_jobs": parts.mover.running,
                     "disk_pages": parts.persist.queued_pages,
