@@ -20,6 +20,7 @@ class Lazy(click.Group):
     more: Final = {
         "caches": ("kvtier.control.whole", "caches", "One row per cache."),
         "completion": ("kvtier.control.completion", "completion", "Print a shell's completion script."),
+        "dashboard": ("kvtier.control.dashboard", "dashboard", "Print the dashboard's address, with its token."),
         "doctor": ("kvtier.control.doctor", "doctor", "Check what this host gives the daemon, and what to change."),
         "evict": ("kvtier.control.prompts", "evict", "Take a prompt out of host, or out of every tier."),
         "explain": ("kvtier.control.prompts", "explain", "Why a prompt is served as it is."),

@@ -1,4 +1,4 @@
-"""Metrics and health over HTTP on 127.0.0.1, in a process of its own.
+"""Metrics, health and the dashboard over HTTP on 127.0.0.1, in a process of its own.
 
 The daemon starts it and it ends with the daemon. It asks over the daemon's own sockets, as anybody would: so it still
 answers, and says so, when the serving loop hangs, and a scrape costs the loop one small request.
@@ -11,14 +11,13 @@ import contextlib
 import logging
 import sys
 import time
-from array import array
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import msgspec
 from aiohttp import web
 
 from kvtier import wire
+from kvtier.dashboard.site import MAX_PROMPT, Dashboard, guarded, new_token
 from kvtier.frames import Frame, Frames
 from kvtier.metrics import render
 from kvtier.types import KvtierError
@@ -26,7 +25,6 @@ from kvtier.types import KvtierError
 PROBE_S: Final = 1.0
 """A loop that does not answer a ping for so long is hung."""
 RETRY_S: Final = 5.0
-MAX_ASKED: Final = 16 << 20
 HOST: Final = "127.0.0.1"
 
 R = TypeVar("R", bound=wire.Message)
@@ -84,21 +82,13 @@ async def knock(path: Path) -> None:
             writer.transport.abort()
 
 
-class Asked(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of POST /v1/route."""
-
-    tokens: list[int]
-    cache: str = ""
-    """Beginning of the cache's id; may be left out where there is one token cache."""
-    session: str = ""
-
-
 class Site:
-    """The pages."""
+    """Metrics and health, and the dashboard beside them."""
 
-    def __init__(self, engine: Path, admin: Path) -> None:
+    def __init__(self, engine: Path, admin: Path, port: int) -> None:
         self._engine = engine
         self._line = Line(admin)
+        self.dashboard = Dashboard(Line(admin), new_token(admin.parent, f"http://{HOST}:{port}/"))
 
     async def healthz(self, request: web.Request) -> web.Response:
         """200 while the loop answers a ping and the engine socket answers newcomers; else 503 and why."""
@@ -124,23 +114,12 @@ class Site:
             _log.warning("no metrics: %r", exc)
         return web.Response(body=render(data), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    async def route(self, request: web.Request) -> web.Response:
-        """Hosts for the prompt of a JSON body {tokens, cache, session}, the cheapest first; 400 and why, or 503."""
-        try:
-            asked = msgspec.json.decode(await request.read(), type=Asked)
-            of = wire.Prompt(asked.cache, array("i", asked.tokens).tobytes())
-            return web.json_response((await self._line.ask(wire.Route(of, asked.session), wire.Info)).data)
-        except (KvtierError, msgspec.DecodeError, OverflowError, web.HTTPRequestEntityTooLarge) as exc:
-            return web.json_response({"error": str(exc)}, status=400)
-        except (TimeoutError, OSError, EOFError) as exc:
-            return web.json_response({"error": repr(exc)}, status=503)
-
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(client_max_size=MAX_ASKED)
+        app = web.Application(middlewares=[guarded], client_max_size=MAX_PROMPT)
         app.router.add_get("/healthz", self.healthz)
         app.router.add_get("/metrics", self.metrics)
-        app.router.add_post("/v1/route", self.route)
+        self.dashboard.add_to(app)
         return app
 
 
@@ -166,17 +145,19 @@ async def _listen(runner: web.AppRunner, port: int) -> None:
             said = True
             await asyncio.sleep(RETRY_S)
         else:
-            _log.info("metrics and health on http://%s:%d", HOST, port)
+            _log.info("dashboard, metrics and health on http://%s:%d", HOST, port)
             return
 
 
 async def serve(port: int, engine: Path, admin: Path) -> None:
     """Serve until the daemon is gone."""
-    runner = web.AppRunner(Site(engine, admin).app(), access_log=None)
+    site = Site(engine, admin, port)
+    runner = web.AppRunner(site.app(), access_log=None)
     await runner.setup()
-    listening = asyncio.create_task(_listen(runner, port))
+    tasks = [asyncio.create_task(_listen(runner, port)), asyncio.create_task(site.dashboard.watch())]
     await _ended()
-    listening.cancel()
+    for task in tasks:
+        task.cancel()
     await runner.cleanup()
 
 

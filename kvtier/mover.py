@@ -197,6 +197,7 @@ class Mover:
         while found := self._next():
             job, urgency = found
             job.run()
+            del found, job  # the memory that it was about is not to be held until the next one comes
             with self._changed:
                 self._busy[urgency] -= 1
                 self._changed.notify()

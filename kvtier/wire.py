@@ -94,6 +94,8 @@ class Unmapped(Message):
     """
 
     session: int
+    unheard: bytes = b""
+    """Request ids (u64) of it whose replies never came: what they gave is nobody's and returns, too."""
 
 
 class Ping(Message):

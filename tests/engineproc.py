@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import mmap
+import os
 import sys
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Kind
 
 LAYERS, HEADS, CELL = 2, 8, 4096
+KEYED = CacheSpec("k", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, LAYERS, HEADS, CELL),), key_bytes=16)
 SPEC = CacheSpec("m", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, LAYERS, HEADS, CELL),))
 
 
@@ -30,6 +33,11 @@ def content(keys: bytes) -> np.ndarray:
     """The canonical page at the end of a path: layers x heads x cell."""
     seed = int.from_bytes(hashlib.sha256(keys).digest()[:8], "little")
     return np.random.default_rng(seed).integers(0, 256, (LAYERS, HEADS, CELL), dtype=np.uint8)
+
+
+def key_of(number: int, n: int) -> bytes:
+    """The n-th key of a request of a keyed cache."""
+    return hashlib.sha256(b"%d %d" % (number, n)).digest()[:16]
 
 
 class Process:
@@ -105,6 +113,23 @@ class Process:
             if not same:
                 return {"pages": lease.pages, "right": right, "wrong": page}
         return {"pages": lease.pages, "right": right}
+
+    def stream(self, numbers: list[int]) -> dict[str, Any]:
+        """Begin to store and load rows of its own memory under keys, without an end, and answer while they run."""
+        size, count = LAYERS * HEADS * CELL, 64 * len(numbers)
+        fd = os.memfd_create("rows", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, count * size)
+        rows = np.frombuffer(mmap.mmap(fd, count * size), np.uint8).reshape(count, size)
+        region = self.client.register("rows", fd, 0, size, count)
+        keyed = self.client.open(KEYED)
+        for at, number in enumerate(numbers):
+            keys = [key_of(number, n) for n in range(32)]
+            for n, key in enumerate(keys):
+                rows[64 * at + n] = content(key).reshape(-1)
+            names = keyed, b"".join(keys)
+            self.held.append(region.start_store(names, range(64 * at, 64 * at + 32)))
+            self.held.append(region.start_load(names, range(64 * at + 32, 64 * at + 64)))
+        return {"running": len(self.held)}
 
     def flush(self, _: list[int]) -> dict[str, Any]:
         return {"durable": self.cache.flush(20.0)}

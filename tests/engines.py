@@ -53,6 +53,8 @@ class Engine:
         hello = wire.Hello(wire.VERSION, name, scope, events=True)
         self.process, self.welcome, _ = store.join(hello, Peer(uid=uid, pid=pid), self.events.append)
         self.spec: CacheSpec | None = None
+        self.tag = b""
+        """Goes before each path when its content is made, so that what must not be shared differs."""
 
     async def call(self, message: wire.Message) -> Any:
         """One verb; awaits it where it must wait."""
@@ -101,7 +103,7 @@ class Engine:
                 continue
             stride = self.spec.stride
             path = keys[n * stride : (n + 1) * stride] if self.spec.keyed else keys[: (items.first + n + 1) * stride]
-            data = content(path, items.group, info.item_bytes)
+            data = content(self.tag + path, items.group, info.item_bytes)
             cells = np.zeros((group.layers, group.heads, group.cell_bytes), bool)
             part = self.slices[items.group] if self.slices else Slice(0, group.layers, 0, group.heads)
             cells[part.l0 : part.l1, part.h0 : part.h1] = True
@@ -147,7 +149,7 @@ class Engine:
                 continue
             path = keys[n * stride : (n + 1) * stride] if self.spec.keyed else keys[: (items.first + n + 1) * stride]
             found = np.concatenate(self.pieces(items.group, row))
-            assert np.array_equal(found, content(path, items.group, info.item_bytes)), "wrong KV"
+            assert np.array_equal(found, content(self.tag + path, items.group, info.item_bytes)), "wrong KV"
 
     def leave(self, clean: bool = True) -> None:
         """Say bye, or die."""

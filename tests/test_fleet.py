@@ -156,7 +156,9 @@ def test_a_prompt_is_routed_to_the_host_that_has_it(tmp_path: Path) -> None:
 
         def ask(body: dict) -> dict:
             url = f"http://127.0.0.1:{port}/v1/route"
-            with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())) as reply:
+            token = hosts["a"].daemon.socket.with_name("dashboard.url").read_text().strip().partition("token=")[2]
+            request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {token}"})
+            with urllib.request.urlopen(request) as reply:
                 return json.loads(reply.read())
 
         until(lambda: reachable(port))

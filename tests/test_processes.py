@@ -238,3 +238,31 @@ def test_a_restarted_engine_of_the_same_name_starts_clean(daemon: Daemon, engine
     assert second("get", [1, 2, 3]) == {"pages": 3, "right": 3}
     settled(daemon, {"engine": 0})
     assert second("put", [9, 9]) == {"published": 2}
+
+
+def test_what_was_granted_in_a_reply_that_never_came_returns_beside_siblings(daemon: Daemon, engines: Any) -> None:
+    """A scheduler gives up on a daemon that hangs; its workers stay, and still nothing counts against their cap."""
+    from kvtier.client import Client
+
+    worker = engines("engine")
+    assert worker("put", [1, 2, 3]) == {"published": 3}
+    with Client(daemon.socket, instance="engine", timeout_s=0.2) as scheduler:
+        cache = scheduler.open(engineproc.SPEC)
+        stored, fresh = cache.match(engineproc.path_keys([1, 2, 3])), cache.match(engineproc.path_keys([4, 5]))
+        kept = stored.acquire()
+        for ask in (stored.acquire, lambda: fresh.reserve(0, 2)):
+            os.kill(daemon.pid, signal.SIGSTOP)
+            try:
+                assert ask().pages == 0
+            finally:
+                os.kill(daemon.pid, signal.SIGCONT)
+            deadline = time.monotonic() + LONG_S
+            while not scheduler.ping():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        held = {i["instance"]: i["leases"] for i in ctl(daemon, "status")["instances"]}
+        assert held == {"engine": 1}, "what it had heard of may be read by the worker"
+        kept.release()
+        settled(daemon, {"engine": 0})
+    assert worker("put", [4, 5]) == {"published": 2}
+    assert ctl(daemon, "check")["broken"] == []

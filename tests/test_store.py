@@ -298,9 +298,10 @@ async def test_slots_of_a_lost_connection_stay_until_its_process_is_gone() -> No
         await engine.open(spec())
         await engine.reserve(tokens(1, 2))
         store.leave(engine.process, clean=False)
-        assert store.parts.host.pools[0].used(0) == 2
+        (pool,) = store.parts.host.pools
+        assert pool.used(0) == 2
         store.gone(engine.process)
-        assert store.parts.host.pools[0].used(0) == 0
+        assert pool.used(0) == 0
         assert idle(store) == []
 
 

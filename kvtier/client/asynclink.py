@@ -32,6 +32,7 @@ from kvtier.client.link import (
     first_reply,
     hello_frame,
     undo,
+    unmapped_message,
     welcomed,
 )
 from kvtier.frames import Frames
@@ -177,7 +178,7 @@ class AsyncLink:
     async def _unmapped(self, joined: Joined, old: Joined, deadline: float) -> None:
         """Tell the daemon that the slots of a lost connection are not touched any more."""
         try:
-            message = wire.Unmapped(old.welcome.session)
+            message = unmapped_message(old)
             await self.wait(await self.start(joined, message, wire.Ok, deadline), deadline)
         except KvtierError as exc:
             self.recovery.told(old, exc)

@@ -136,6 +136,8 @@ class Joined:
         self.arenas = arenas
         self.daemon = daemon
         self.alive = True
+        self.unheard: list[int] = []
+        """Requests for leases and reservations whose replies never came."""
 
 
 def dial(path: Path) -> socket.socket | None:
@@ -161,9 +163,14 @@ def undo(reply: wire.Message | None) -> wire.Message | None:
     return None
 
 
+def unmapped_message(old: Joined) -> wire.Unmapped:
+    """Says that nothing of a lost connection is touched any more, and what was never heard on it."""
+    return wire.Unmapped(old.welcome.session, b"".join(request.to_bytes(8, "little") for request in old.unheard))
+
+
 def hello_frame(who: Identity, unmapped: list[Joined]) -> bytes:
-    """The first frame of a connection."""
-    over = tuple(old.welcome.session for old in unmapped)
+    """The first frame of a connection; of what was never heard, `unmapped_message` tells."""
+    over = tuple(old.welcome.session for old in unmapped if not old.unheard)
     return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
 
 
@@ -302,5 +309,7 @@ class Inbox:
         tickets = list(self.tickets.values())
         self.tickets.clear()
         for ticket in tickets:
+            if ticket.expect in {wire.Acquired, wire.Reserved}:
+                ticket.joined.unheard.append(ticket.request)
             ticket.fail(error)
         return tickets

@@ -28,6 +28,7 @@ from kvtier.client.link import (
     Wait,
     first_reply,
     hello_frame,
+    unmapped_message,
     welcomed,
 )
 from kvtier.client.pipe import Pipe, ask, wait_dial
@@ -132,7 +133,7 @@ class SyncLink:
     def _unmapped(self, joined: Joined, old: Joined, deadline: float) -> None:
         """Tell the daemon that the slots of a lost connection are not touched any more."""
         try:
-            self.wait(self.start(joined, wire.Unmapped(old.welcome.session), wire.Ok, deadline), deadline)
+            self.wait(self.start(joined, unmapped_message(old), wire.Ok, deadline), deadline)
         except KvtierError as exc:
             self.recovery.told(old, exc)
         else:

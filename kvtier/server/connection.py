@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, cast
@@ -21,6 +22,9 @@ Result = wire.Message | Awaitable[wire.Message]
 
 SLICE_S: Final = 1e-3
 """A connection's pipelined requests are served for this long before other connections have their turn."""
+
+MAX_GRANTED: Final = 512
+"""More than a client has in flight."""
 
 _log = logging.getLogger("kvtier.server")
 
@@ -92,6 +96,8 @@ class Connection(asyncio.Protocol):
         self._serve = serve
         self._closed = closed
         self._frames = Frames(shared.limits.max_body)
+        self.granted: OrderedDict[int, int] = OrderedDict()
+        """Request -> the lease or reservation that its reply gave, of the latest requests."""
         self._counted = 0
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -271,6 +277,7 @@ class Connection(asyncio.Protocol):
             return
         if self._lost:
             closed, self._closed = self._closed, _nothing
+            self._serve, self._transport = _nobody, None  # which know this connection: no cycle is to be left
             closed(self._clean)
         elif self._clean:
             closed, self._closed = self._closed, _nothing
@@ -295,8 +302,16 @@ class Connection(asyncio.Protocol):
             self._refuse(request, exc)
         else:
             self._send(raw)
+        if isinstance(reply, wire.Acquired | wire.Reserved):
+            self._grant(request, reply)
         if isinstance(reply, wire.Reserved | wire.Stored) and reply.refused:
             self._shared.stats.refuse(reply.refused)
+
+    def _grant(self, request: int, reply: wire.Acquired | wire.Reserved) -> None:
+        """Remember what a reply gives: the peer may say that it never came."""
+        self.granted[request] = reply.lease if isinstance(reply, wire.Acquired) else reply.reservation
+        if len(self.granted) > MAX_GRANTED:
+            self.granted.popitem(last=False)
 
     def _refuse(self, request: int, exc: BaseException) -> None:
         """Answer with an error."""
@@ -347,6 +362,11 @@ class Connection(asyncio.Protocol):
 def error_frame(request: int, exc: KvtierError) -> bytes:
     """The frame of an error reply."""
     return wire.frame(wire.ERROR_VERB, request, wire.Error(exc.code.value, exc.message[:4096], exc.field[:256]))
+
+
+def _nobody(message: wire.Message) -> Result:
+    """In place of what served a connection that is lost."""
+    raise KvtierError(Code.CLOSING, f"the connection of {type(message).__name__} is lost")
 
 
 def _nothing(clean: bool) -> None:

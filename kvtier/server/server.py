@@ -251,7 +251,7 @@ class Server:
         if verb is not None:
             return verb(session.process, message)
         if isinstance(message, wire.Unmapped):
-            self.sessions.unmapped(session, message.session)
+            self.sessions.unmapped(session, message.session, message.unheard)
             return wire.Ok()
         if kind in self._store.admin:
             raise KvtierError(Code.FORBIDDEN, f"{kind.__name__} is served on the admin socket only", "verb")

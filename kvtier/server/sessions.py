@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from kvtier import wire
 from kvtier.handshake import Peer
 from kvtier.server.connection import Connection, Result
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
 
 MAX_EARLIER: Final = 64
 EARLIER_S: Final = 0.02
@@ -42,6 +42,9 @@ class Owner(Protocol):
     def gone(self, process: Process) -> None:
         """After an unclean leave: the process can touch no slot any more."""
 
+    def unheard(self, process: Process, numbers: list[int]) -> None:
+        """Of a process that lost its connection: these leases and reservations were given and never heard of."""
+
     def register(self, msg: wire.Register, fd: int, peer: Peer) -> wire.Registered:
         """Take a region, keeping a duplicate of the descriptor. Raises KvtierError."""
 
@@ -55,6 +58,7 @@ class Session:
         self.process = process
         self.connection: Connection | None = connection
         """None once the connection is lost and drained."""
+        self.granted = connection.granted
         self.drained = asyncio.Event()
         """Set with that."""
         self.dead = False
@@ -117,8 +121,10 @@ class Sessions:
             if session.connection is None:
                 self._end(session)
 
-    def unmapped(self, by: Session, number: int) -> None:
+    def unmapped(self, by: Session, number: int, unheard: bytes = b"") -> None:
         """A process says that it has unmapped an earlier session of its own; raises KvtierError otherwise."""
+        if len(unheard) % 8:
+            raise bad("unheard", "u64 request ids", len(unheard))
         session = self._sessions.get(number)
         if session is None:
             return
@@ -126,6 +132,10 @@ class Sessions:
             raise KvtierError(Code.FORBIDDEN, "expected an earlier session of this process", "session")
         if session.connection is not None:
             raise KvtierError(Code.BUSY, "the connection of that session is not closed and drained yet", "session")
+        requests = (int.from_bytes(unheard[at : at + 8], "little") for at in range(0, len(unheard), 8))
+        given = [session.granted[request] for request in requests if request in session.granted]
+        if given:
+            self._tell("unheard", self._owner.unheard, session.process, given)
         self._end(session)
 
     def close(self) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Iterable
 
 import numpy as np
 
 from kvtier.mover import BATCH_BYTES, INLINE_BYTES, digest, drained
 from kvtier.store.cache import Cache
+from kvtier.store.durable import told_durable, watch_keys
 from kvtier.store.instance import Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, bad
-from kvtier.wire import Abort, Commit, Committed, Durable, Ok
+from kvtier.wire import Abort, Commit, Committed, Ok
 
 Given = dict[tuple[int, int], int]
 """Checksums by (group, position)."""
@@ -43,6 +44,8 @@ class Commits:
         first = msg.first - res.start
         if first < 0 or msg.pages < 1 or first + msg.pages > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", (msg.first, msg.pages))
+        if res.filling and any(res.filling[at] for at in range(first, first + msg.pages)):
+            raise KvtierError(Code.BUSY, "a Store still writes into these pages: commit them after its reply", "first")
         sums = _given(process, res, msg, first)
         return self.complete(res, res.mark(process, first, msg.pages), sums)
 
@@ -50,23 +53,21 @@ class Commits:
         """Take the checksums of complete positions that are not given, and serve what can be served."""
         items = [item for item in res.items(positions) if item[:2] not in sums]
         if sum(res.cache.item_bytes[g] for g, _, _ in items) > INLINE_BYTES:
-            return self._sum_and_serve(res, positions, items, sums)
+            res.hashing += 1
+            return _result(asyncio.ensure_future(self._sum_and_serve(res, positions, items, sums)))
         sums.update({(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items})
         return self._serve(res, positions, sums)
 
     async def _sum_and_serve(
         self, res: Reservation, positions: list[int], items: list[tuple[int, int, int]], given: Given
     ) -> Committed:
-        """The same in worker threads. Cancelled or not, the pages are complete and are served."""
-        res.hashing += 1
-        work = asyncio.ensure_future(self._sums(res, items))
+        """The same in worker threads, whatever becomes of the request: the pages are complete and are served."""
+        found = None
         try:
-            await asyncio.shield(work)
+            found = await self._sums(res, items)
         finally:
-            await drained(work)
             res.hashing -= 1
-            failed = work.cancelled() or work.exception() is not None
-            reply = self._serve(res, positions, None if failed else given | work.result())
+            reply = self._serve(res, positions, None if found is None else given | found)
         return reply
 
     async def _sums(self, res: Reservation, items: list[tuple[int, int, int]]) -> Given:
@@ -113,10 +114,11 @@ class Commits:
         if res.cache.spec.keyed:
             for at in res.publish_keys(positions, now):
                 self.parts.persist.offer(res.cache, res.nodes[at], 0, 1)
+            watch_keys(self.parts.persist, res)
             return
         first, end = res.publish(now)
         if first < end:
-            self.parts.persist.offer(res.cache, res.nodes[0], first, end, _durable(res))
+            self.parts.persist.offer(res.cache, res.nodes[0], first, end, told_durable(res))
             if self.parts.peers is not None and not res.instance.guest:
                 self.parts.peers.offer(res.cache, res.nodes[0], end)
 
@@ -204,6 +206,14 @@ class Commits:
             self._end(res)
 
 
+async def _result(work: asyncio.Future[Committed]) -> Committed:
+    """What work that nobody can cancel comes to, once it has ended."""
+    try:
+        return await asyncio.shield(work)
+    finally:
+        await drained(work)
+
+
 def _given(process: Process, res: Reservation, msg: Commit, first: int) -> Given:
     """Checksums that a commit brings; raises bad_request for those that its process cannot know."""
     if not msg.sums:
@@ -217,11 +227,3 @@ def _given(process: Process, res: Reservation, msg: Commit, first: int) -> Given
         known = enumerate(np.frombuffer(each.sums, "<u8").tolist(), first)
         found.update({(each.group, at): value for at, value in known if value})
     return found
-
-
-def _durable(res: Reservation) -> Callable[[int], None] | None:
-    """Tells the process that committed when its pages are on disk."""
-    process = res.committer
-    if process is None or not process.events:
-        return None
-    return lambda end: process.notify(Durable(res.number, end - res.start))

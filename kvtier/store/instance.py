@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.identity import CacheSpec, Slice
 from kvtier.index import Node
+from kvtier.store.polls import Polls
 from kvtier.types import Code, KvtierError, bad
 from kvtier.wire import Message, Open
 
@@ -109,6 +110,7 @@ class Instance:
         self.reservations: dict[int, Reservation] = {}
         self.finished: OrderedDict[int, int] = OrderedDict()
         """Pages published of reservations that are over: a late commit of a replica is no error."""
+        self.polls = Polls()
         self.regions: dict[int, Region] = {}
         self.shards: dict[int, list[Rank]] = {}
         """Cache number -> the distinct shards seen; a page is complete when they cover it."""

@@ -40,12 +40,17 @@ class Keys:
         cache, names = self.names(process, msg.cache, msg.group, msg.keys, MAX_ASKED)
         found = cache.keyed.find
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
-        cache.counts["keys_asked"] += len(names)
-        self.parts.counts["keys_asked"] += len(names)
+        if names and process.instance.polls.first(cache.number, names, self.parts.now()):
+            self._count(cache, states)
+        return Existence(states)
+
+    def _count(self, cache: Cache, states: bytes) -> None:
+        """Count what one request found."""
+        cache.counts["keys_asked"] += len(states)
+        cache.counts["keys_hit"] += len(states) - states.count(Presence.MISS) - states.count(Presence.PENDING)
+        self.parts.counts["keys_asked"] += len(states)
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK):
             self.parts.counts[f"keys_hit_{tier.name.lower()}"] += states.count(Presence[tier.name])
-        cache.counts["keys_hit"] += len(names) - states.count(Presence.MISS) - states.count(Presence.PENDING)
-        return Existence(states)
 
     # -- acquire -------------------------------------------------------------------------------------------------
 
@@ -53,19 +58,34 @@ class Keys:
         """Lease the keys that are there; waits only when some must come from disk."""
         cache, names = self.names(process, msg.cache, msg.group, msg.keys)
         deadline = self.parts.deadline(msg.wait_ms)
+        if not self.parts.host.budget_bytes:  # nothing can be where an engine could read it
+            nowhere: list[Node | None] = [None] * len(names)
+            return self._grant(process.instance, Lease(cache, [], len(names), 0, msg.group), nowhere)
         lease, nodes = self.hold(process.instance, cache, names, msg.group)
-        missing = self.missing(cache, nodes, msg.group)
-        if missing:
-            return self._load(process.instance, lease, nodes, missing, deadline)
-        return self._grant(process.instance, lease, nodes)
+        if not self.missing(cache, nodes, msg.group):
+            return self._grant(process.instance, lease, nodes)
+        self.drop(process.instance, lease)  # a coroutine that is cancelled before it begins could not give it back
+        return self._load(process.instance, cache, names, msg.group, deadline)
 
     def hold(self, instance: Instance, cache: Cache, names: list[bytes], group: int) -> tuple[Lease, list[Node | None]]:
-        """Lease what is there of the keys, touching the deepest first so that the root is the warmest."""
-        nodes = [cache.keyed.find(name) for name in names]
-        nodes = [node if node is not None and node.live else None for node in nodes]
-        held = [node for node in nodes if node is not None]
-        cost = len(held) * cache.slot_cost(group)
+        """Lease what is there of the keys, touching the deepest first so that the root is the warmest.
+
+        The leading ones where the cap does not allow all; raises over_cap where it allows none.
+        """
+        each = cache.slot_cost(group) if self.parts.host.budget_bytes else 0  # without host nothing takes a slot
+        fits = max(1, instance.room() // each) if each else len(names)
+        nodes: list[Node | None] = []
+        held: list[Node] = []
+        for name in names:
+            node = cache.keyed.find(name)
+            if node is not None and node.live and len(held) < fits:
+                held.append(node)
+                nodes.append(node)
+            else:
+                nodes.append(None)
+        cost = len(held) * each
         instance.charge(cost)
+        instance.polls.used(cache.number, names)
         now = self.parts.now()
         for node in reversed(held):
             cache.index.use(node, now)
@@ -88,10 +108,11 @@ class Keys:
         return out
 
     async def _load(
-        self, instance: Instance, lease: Lease, nodes: list[Node | None], missing: list[Missing], deadline: float
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
     ) -> Acquired:
+        lease, nodes = self.hold(instance, cache, names, group)
         try:
-            await self.parts.loads.bring(lease.cache, missing, deadline)
+            await self.parts.loads.bring(cache, self.missing(cache, nodes, group), deadline)
         except BaseException:
             self.drop(instance, lease)
             raise
@@ -119,6 +140,8 @@ class Keys:
         deadline = self.parts.deadline(msg.wait_ms)
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
+        if not self.parts.host.budget_bytes:
+            return Reserved(0, 0, refused=Code.NO_SPACE)
         need = self.lack(process.instance, cache, names)
         got = cache.pool.alloc(msg.group, need)
         if len(got) == need:
@@ -148,6 +171,7 @@ class Keys:
     ) -> Reserved:
         """Make the reservation of as many leading keys as the slots cover."""
         now, instance = self.parts.now(), process.instance
+        instance.polls.used(cache.number, names)
         row: list[int] = []
         used = 0
         refused = ""

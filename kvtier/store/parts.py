@@ -64,15 +64,13 @@ class Parts:
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
         self.requests = Requests()
-        self.scopes: set[str] = set()
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""
 
     def arenas(self, scope: str) -> list[Arena]:
         """The host arenas of a trust scope, made on first use; raises over_cap for one scope too many."""
-        if scope not in self.scopes and len(self.scopes) >= MAX_SCOPES:
+        if scope not in self.host.scopes and len(self.host.scopes) >= MAX_SCOPES:
             raise KvtierError(Code.OVER_CAP, f"{MAX_SCOPES} trust scopes have an arena already", "scope")
-        self.scopes.add(scope)
         return self.host.arenas(scope)
 
     @staticmethod
@@ -146,6 +144,8 @@ class Parts:
                 del self.caches[cache.number], self.ids[cache.id]
                 del self.space.caches[index], self.persist.caches[index]
                 self.persist.evictions.forget(index)
+        scopes = {instance.scope for instance in self.instances.values()}
+        self.space.forget(self.host.idle({cache.pool for cache in self.caches.values()}, scopes))
         known = {cache.base for cache in self.caches.values()}
         self.epochs = {base: epoch for base, epoch in self.epochs.items() if base in known}
 

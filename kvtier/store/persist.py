@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from kvtier.index import Node, Order
 from kvtier.store.cache import Cache
 from kvtier.store.evictions import Evictions
+from kvtier.store.runs import names_of, unsaved_runs
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
@@ -29,6 +28,8 @@ LATE = "the deadline came before the disk"
 NO_ROOM = "no room on disk"
 GONE = "gone"
 """Why pages were not written that left the index meanwhile: no failure."""
+FULL_S = 1.0
+"""So long after it gave something up for new pages, or could not, disk is taken for full."""
 PUMP_S = 1e-3
 SLICE = 64
 """Nodes looked at before other work on the loop has its turn: about a millisecond."""
@@ -75,6 +76,15 @@ class Persist:
         self._syncing = False
         self._pumping = False
         """Whether pump is about to run."""
+        self._stuck_until = self._full_until = self._given_up = 0.0
+
+    def declines(self, node: Node) -> bool:
+        """Whether disk is full, and what it would give up for this leaf's pages is as warm as they are, or cannot go.
+
+        To write such pages again and again would keep host from making room.
+        """
+        now = asyncio.get_running_loop().time()
+        return now < self._stuck_until or (now < self._full_until and node.time <= self._given_up and not node.keep)
 
     def offer(
         self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None = None
@@ -86,7 +96,7 @@ class Persist:
         """
         if self.disk is None or self.disk.sick or cache.retired:
             return False
-        while not self._parent_saved(cache, node, first) and self._coming(cache, node, first - 1) is None:
+        while not self._parent_saved(cache, node, first) and self.coming(cache, node, first - 1) is None:
             first -= 1
         if self.queued_pages + end - first > MAX_QUEUED_PAGES:
             return False
@@ -99,7 +109,7 @@ class Persist:
         self.pump_soon()
         return True
 
-    def _coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
+    def coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
         """The entry that brings a page of the path to `node` to disk, if one does."""
         where, _ = cache.index.locate(node, page)
         up: Node | None = node
@@ -149,7 +159,7 @@ class Persist:
         """Published pages [lo, hi) of a node that only host holds and that are not on their way, parents first."""
         for seen, node in enumerate(cache.index.walk()):
             if not node.dead and not cache.retired:
-                for lo, hi in _unsaved_runs(cache, node):
+                for lo, hi in unsaved_runs(cache, node):
                     if not self._all_coming(cache, node, node.depth + lo, node.depth + hi):
                         yield node, lo, hi
             if seen % SLICE == SLICE - 1:
@@ -158,7 +168,7 @@ class Persist:
     def _all_coming(self, cache: Cache, node: Node, first: int, end: int) -> bool:
         """Whether all of the pages are on their way."""
         while first < end:
-            entry = self._coming(cache, node, first)
+            entry = self.coming(cache, node, first)
             if entry is None:
                 return False
             first = entry.end
@@ -200,7 +210,7 @@ class Persist:
             entry.first += saved
             return True
         end = entry.first + items[-1].page + 1
-        if not self._parent_saved(cache, entry.node, entry.first) and not self._coming(
+        if not self._parent_saved(cache, entry.node, entry.first) and not self.coming(
             cache, entry.node, entry.first - 1
         ):
             entry.failed = "the page before is not on disk"
@@ -208,7 +218,7 @@ class Persist:
         if cache.disk is None:
             cache.disk = disk.open_cache(cache.id, cache.base, cache.scope, cache.epoch, cache.spec)
         first = entry.first
-        keys, chains, parent = _names(cache, entry.node, first, end)
+        keys, chains, parent = names_of(cache, entry.node, first, end)
         done = self._completion(entry, first, end, items)
         if not disk.write(cache.disk, parent, 0 if cache.spec.keyed else first, keys, chains, items, done):
             self._make_room(entry, nbytes)
@@ -304,6 +314,7 @@ class Persist:
             disk.flush(self._synced)
         elif not self._writing:  # else what is being written can be evicted soon
             entry.failed = Code.NO_SPACE
+            self._stuck_until = asyncio.get_running_loop().time() + FULL_S
             self.counts["refused_disk_no_space"] += entry.end - entry.first
             self.pump_soon()
 
@@ -326,6 +337,7 @@ class Persist:
             lo, hi = index.tail(node, Tier.DISK, self.order.policy.share(node))
             if lo == hi:
                 continue
+            self._given_up = max(self._given_up, node.time)
             self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), self.ways.now())
             gone = index.evict(node, lo, hi, Tier.DISK)
             cache.release(gone, disk)
@@ -334,6 +346,7 @@ class Persist:
             self.counts["evictions_disk"] += 1
             index.settle(node)
             index.requeue(node, Tier.DISK)
+            self._full_until = asyncio.get_running_loop().time() + FULL_S
         return freed > 0
 
 
@@ -347,17 +360,6 @@ def _on_path(deep: Node, node: Node) -> bool:
     return False
 
 
-def _unsaved_runs(cache: Cache, node: Node) -> list[tuple[int, int]]:
-    """Ranges of published pages of a node with items that only host holds."""
-    if not node.count[Tier.HOST]:
-        return []
-    only = np.zeros(node.pages, dtype=bool)
-    for group in range(cache.index.groups):
-        only |= node.present(group, (Tier.HOST,)) & ~node.present(group, (Tier.DISK,))
-    edges = np.flatnonzero(np.diff(only[: node.live], prepend=False, append=False))
-    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
-
-
 async def _settled(entries: list[Entry], deadline: float) -> bool:
     """Whether all entries were settled by the deadline."""
     if not entries:
@@ -365,31 +367,6 @@ async def _settled(entries: list[Entry], deadline: float) -> bool:
     left = deadline - asyncio.get_running_loop().time()
     _, late = await asyncio.wait([e.done for e in entries], timeout=max(0.0, left))
     return not late
-
-
-def _names(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes, bytes]:
-    """Page keys and chain keys of pages [first, end), and the chain key of the page before."""
-    if cache.spec.keyed:
-        return node.edge[1:], b"", b""  # which group it is the item says
-    keys: list[bytes] = []
-    chains: list[bytes] = []
-    stride = cache.index.stride
-    up: Node = node
-    while True:
-        lo, hi = max(up.depth, first), min(up.end, end)
-        if lo < hi:
-            keys.append(up.edge[(lo - up.depth) * stride : (hi - up.depth) * stride])
-            chains.append(cache.index.chain_of(up)[(lo - up.depth) * 16 : (hi - up.depth) * 16])
-        if up.depth <= first:
-            break
-        assert up.parent is not None
-        up = up.parent
-    if first > up.depth:
-        before = cache.index.chain_of(up)[(first - up.depth - 1) * 16 : (first - up.depth) * 16]
-    else:
-        assert up.parent is not None
-        before = cache.index.chain_of(up.parent)[-16:]
-    return b"".join(reversed(keys)), b"".join(reversed(chains)), before
 
 
 def flush_error(reason: str) -> KvtierError:

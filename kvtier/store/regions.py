@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.instance import Instance, Lease, Process
 from kvtier.store.keyed import Keys, host_items
+from kvtier.store.loads import Missing
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import OPEN, Reservation
-from kvtier.store.transfer import Moved, Piece, move
+from kvtier.store.transfer import Fetch, Moved, Piece, fetch, move
 from kvtier.tiers.region import Region
 from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
 from kvtier.wire import Load, Loaded, Ok, Register, Registered, Store, Stored, Unregister
@@ -40,13 +43,21 @@ class Regions:
         self.running: Counter[int] = Counter()
         """Transfers per region that has any."""
 
-    def register(self, instance: Instance, msg: Register, fd: int) -> Registered:
-        """Map (or keep) the memory behind `fd`; raises bad_request for an fd that is not what was said."""
+    def register(self, instance: Instance, msg: Register, fd: int, owner: int) -> Registered:
+        """Map (or keep) the memory behind `fd`; raises bad_request for an fd that is not what was said.
+
+        It takes the place of a region that the same process, `owner`, registered by that name.
+        """
         if not msg.name or len(msg.name) > 128:
             raise bad("name", "1..128 characters", msg.name)
-        if len(instance.regions) >= 64:
+        same = [number for number, r in instance.regions.items() if (r.owner, r.name) == (owner, msg.name)]
+        if len(instance.regions) - len(same) >= 64:
             raise KvtierError(Code.OVER_CAP, "an instance registers at most 64 regions")
-        region = Region(fd, msg.offset, msg.stride, msg.rows, msg.name)
+        region = Region(fd, msg.offset, msg.stride, msg.rows, msg.name, owner)
+        for old in same:
+            replaced = instance.regions.pop(old)
+            if old not in self.running:  # else the last transfer closes it
+                replaced.close()
         number = next(self.parts.numbers)
         instance.regions[number] = region
         return Registered(number, region.mapped)
@@ -84,51 +95,57 @@ class Regions:
             raise bad("region", f"rows of at least {cache.item_bytes[msg.group]} bytes", region.row_bytes)
         return [int(row) for row in rows]
 
-    async def _move(self, process: Process, number: int, pieces: list[Piece], *, load: bool) -> list[Moved]:
+    async def _move(
+        self, process: Process, number: int, work: Callable[[Region], Awaitable[list[Moved]]]
+    ) -> list[Moved]:
+        """Keep the region while the work runs on it."""
         region = self._region(process, number)
         self.running[number] += 1
         try:
-            return await move(self.parts.mover, region, pieces, load=load)
+            return await work(region)
         finally:
             self.running[number] -= 1
             if not self.running[number]:
                 del self.running[number]
                 if process.instance.gone:
-                    process.instance.regions.pop(number).close()
+                    process.instance.regions.pop(number, None)
+                if number not in process.instance.regions:
+                    region.close()
 
     # -- load ----------------------------------------------------------------------------------------------------
 
     async def load(self, process: Process, msg: Load) -> Loaded:
         """Copy verified items into rows. Ends only when the daemon writes there no more, also when cancelled."""
-        deadline = self.parts.deadline(msg.wait_ms)
-        if msg.lease:
-            lease = process.instance.leases.get(msg.lease)
-            if lease is None:
-                raise KvtierError(Code.UNKNOWN, f"no lease {msg.lease} here", "lease")
-            rows = self._rows(process, msg, lease.cache)
-            source = self._leased(lease, msg, len(rows))
-            held = Lease(lease.cache, lease.nodes, lease.pages, 0, lease.group)
-            for node in held.nodes:
-                held.cache.index.lease(node)
-        else:
-            cache, names = self.keys.names(process, msg.cache, msg.group, msg.keys)
-            rows = self._rows(process, msg, cache)
-            if len(rows) != len(names):
-                raise bad("rows", f"one row per key ({len(names)})", len(rows))
-            held, nodes = self.keys.hold(process.instance, cache, names, msg.group)
-            await self._bring(process, held, nodes, msg.group, deadline)
-            source = Source(cache, *map(list, host_items(cache, nodes, msg.group)))
+        if not msg.lease:
+            return await self._load_keys(process, msg, self.parts.deadline(msg.wait_ms))
+        lease = process.instance.leases.get(msg.lease)
+        if lease is None:
+            raise KvtierError(Code.UNKNOWN, f"no lease {msg.lease} here", "lease")
+        rows = self._rows(process, msg, lease.cache)
+        source = self._leased(lease, msg, len(rows))
+        for node in lease.nodes:
+            lease.cache.index.lease(node)
         try:
-            return await self._copy_out(process, msg, source, rows)
+            return Loaded(bytes(await self._copy_out(process, msg, source, rows)))
+        finally:
+            self.keys.drop(process.instance, Lease(lease.cache, lease.nodes, lease.pages, 0))
+
+    async def _load_keys(self, process: Process, msg: Load, deadline: float) -> Loaded:
+        """The same by keys; what host has no room for goes from disk to its rows."""
+        cache, names = self.keys.names(process, msg.cache, msg.group, msg.keys)
+        rows = self._rows(process, msg, cache)
+        if len(rows) != len(names):
+            raise bad("rows", f"one row per key ({len(names)})", len(rows))
+        held, nodes = self.keys.hold(process.instance, cache, names, msg.group)
+        try:
+            await self.parts.loads.bring(cache, self.keys.missing(cache, nodes, msg.group), deadline)
+            done = await self._copy_out(
+                process, msg, Source(cache, *map(list, host_items(cache, nodes, msg.group))), rows
+            )
+            await self._fetch(process, msg, cache, nodes, rows, done)
         finally:
             self.keys.drop(process.instance, held)
-
-    async def _bring(self, process: Process, held: Lease, nodes: list, group: int, deadline: float) -> None:  # type: ignore[type-arg]
-        try:
-            await self.parts.loads.bring(held.cache, self.keys.missing(held.cache, nodes, group), deadline)
-        except BaseException:
-            self.keys.drop(process.instance, held)
-            raise
+        return Loaded(bytes(done))
 
     @staticmethod
     def _leased(lease: Lease, msg: Load, count: int) -> Source:
@@ -140,20 +157,50 @@ class Regions:
         sums = cache.gather_sums(lease.nodes[0], msg.group, msg.first, count)
         return Source(cache, list(handles), list(sums))
 
-    async def _copy_out(self, process: Process, msg: Load, source: Source, rows: list[int]) -> Loaded:
+    async def _copy_out(self, process: Process, msg: Load, source: Source, rows: list[int]) -> bytearray:
+        """Copy what host has; returns a byte per row, 1 where it was done."""
         done = bytearray(len(rows))
         plan = [
             (at, Piece(row, source.cache.views(msg.group, source.handles[at]), source.sums[at]))
             for at, row in enumerate(rows)
             if row >= 0 and source.handles[at] != NO_COPY
         ]
-        moved = await self._move(process, msg.region, [piece for _, piece in plan], load=True)
+        pieces = [piece for _, piece in plan]
+        moved = await self._move(process, msg.region, lambda region: move(self.parts.mover, region, pieces, load=True))
         for (at, _), result in zip(plan, moved, strict=True):
             done[at] = not result.error
             if result.error:
                 self.parts.counts[f"region_load_{result.error}"] += 1
         self.parts.counts["bytes_host_to_region"] += sum(done) * source.cache.item_bytes[msg.group]
-        return Loaded(bytes(done))
+        return done
+
+    async def _fetch(
+        self, process: Process, msg: Load, cache: Cache, nodes: list[Node | None], rows: list[int], done: bytearray
+    ) -> None:
+        """Read what is on disk, not in host and on its way to nowhere, into the rows that are not `done`."""
+        disk, loads, group = self.parts.disk, self.parts.loads, msg.group
+        plan: dict[int, Missing] = {}
+        for at, (row, node) in enumerate(zip(rows, nodes, strict=True)):
+            if row >= 0 and not done[at] and node is not None and not node.dead:
+                found = loads.missing(cache, node, [(group, 0, 1)])
+                if found and (found[0].disk, group) not in loads.moving:
+                    plan[at] = found[0]
+        if disk is None or not plan:
+            return
+        size, pieces = cache.item_bytes[group], [Fetch(rows[at], m.disk) for at, m in plan.items()]
+
+        def work(region: Region) -> Awaitable[list[Moved]]:
+            return fetch(self.parts.mover, region, disk, pieces, group, size)
+
+        for (at, missing), result in zip(plan.items(), await self._move(process, msg.region, work), strict=True):
+            done[at] = not result.error
+            if result.error:
+                loads.lose(cache, missing, result.error)
+            self.parts.counts["bytes_disk_to_region"] += size * done[at]
+
+    async def _read(self, process: Process, number: int, pieces: list[Piece]) -> list[Moved]:
+        """Copy rows into slots."""
+        return await self._move(process, number, lambda region: move(self.parts.mover, region, pieces, load=False))
 
     # -- store ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +237,7 @@ class Regions:
         sums: dict[tuple[int, int], int] = {}
         res.hashing += 1
         try:
-            for n, result in zip(at, await self._move(process, msg.region, pieces, load=False), strict=True):
+            for n, result in zip(at, await self._read(process, msg.region, pieces), strict=True):
                 if not result.error:
                     sums[msg.group, n] = result.sum
         finally:
@@ -201,6 +248,7 @@ class Regions:
                 done[n] = not res.nodes[n].dead
             res.abandon()
             res.acks.add(process)
+            res.committer = None  # its number was told to nobody: nor is what becomes durable
             answer = self.commits.complete(res, filled, sums)
             assert not asyncio.iscoroutine(answer)
             self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]
@@ -221,11 +269,13 @@ class Regions:
         pieces = [Piece(rows[n], res.cache.views(msg.group, handles[n]), 0) for n in at]
         done = bytearray(handle == NO_COPY for handle in handles)
         res.hashing += 1
+        res.filling.update(first + n for n in at)
         try:
-            for n, result in zip(at, await self._move(process, msg.region, pieces, load=False), strict=True):
+            for n, result in zip(at, await self._read(process, msg.region, pieces), strict=True):
                 done[n] = not result.error
         finally:
             res.hashing -= 1
+            res.filling -= Counter(first + n for n in at)
             self.commits.settle(res)
         return Stored(bytes(done))
 

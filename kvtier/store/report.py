@@ -11,6 +11,7 @@ import psutil
 
 from kvtier import wire
 from kvtier.heat import Heat
+from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
@@ -29,7 +30,7 @@ class Report:
     def __init__(self, parts: Parts, version: str) -> None:
         self.parts = parts
         self.version = version
-        self.started = time.time()
+        self.started = time.monotonic()
 
     def stat(self, msg: wire.Stat) -> wire.Info:
         """Counters that any engine may see."""
@@ -74,7 +75,7 @@ class Report:
             {
                 "version": self.version,
                 "pid": os.getpid(),
-                "uptime_s": round(time.time() - self.started, 1),
+                "uptime_s": round(time.monotonic() - self.started, 1),
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "tiers": self._tiers(),
                 "caches": len(parts.caches),
@@ -100,7 +101,7 @@ class Report:
         return wire.Info(
             {
                 "version": self.version,
-                "uptime_s": time.time() - self.started,
+                "uptime_s": time.monotonic() - self.started,
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "tiers": self._tiers(),
                 "caches": len(caches),
@@ -195,6 +196,8 @@ def _node(cache: Cache, node: Node, level: int, now: float) -> dict[str, Any]:
         "tiers": {tier.name.lower(): node.count[tier] for tier in Tier if node.count[tier]},
         "children": len(node.children or ()),
     }
+    if node.chain:
+        row["chain"] = node.chain[-CHAIN_BYTES:].hex()
     if cache.spec.keyed:
         row["key"] = node.edge[1:].hex()
         row["group"] = node.edge[0]

@@ -7,6 +7,7 @@ served. Two engines may fill the same page: the first wins and the other's slots
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable
 
 from kvtier.index import Node
@@ -44,8 +45,14 @@ class Reservation:
         self.next = 0
         """Token cache: the first page that is not settled."""
         self.hashing = 0
+        self.filling: Counter[int] = Counter()
+        """Positions that region Stores write into now."""
         self.committer: Process | None = None
         """Who committed last: durable is told to it."""
+        self.durable = 0
+        """Keyed cache: leading keys that are on disk, as far as was told."""
+        self.watched = False
+        """Whether somebody waits to tell more."""
         self.over = False
         self.acks: set[Process] = set()
         """Processes that will write no more."""

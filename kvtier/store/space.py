@@ -46,6 +46,12 @@ class Space:
             order = self.orders[pool] = Order(Tier.HOST, self.ways.policy(Tier.HOST))
         return order
 
+    def forget(self, pools: Iterable[HostPool]) -> None:
+        """These pools are no more."""
+        for pool in pools:
+            self.orders.pop(pool, None)
+            self._barren.pop(pool, None)
+
     async def take(self, cache: Cache, needs: list[int], deadline: float) -> list[array[int]]:
         """Up to needs[group] reserved slots' handles per group; fewer when no room could be made by `deadline`.
 
@@ -117,6 +123,8 @@ class Space:
 
     def _save(self, index: Index, node: Node) -> int:
         """Offer what is unsaved of a leaf's last run to disk; returns how many pages that takes, 0 for none."""
+        if self.persist.declines(node):
+            return 0
         lo, hi = index.tail(node, Tier.HOST)
         lo = self.unsaved_from(index, node, lo, hi)
         return hi - lo if self.persist.offer(self.caches[index], node, node.depth + lo, node.depth + hi) else 0
@@ -206,6 +214,8 @@ class Space:
 
     async def _empty(self, donor: HostPool, slab: Slab) -> bool:
         """Evict as many cold pages as the slab holds, then relocate what is left in it."""
+        if slab.closed:  # by somebody else who needs room, while this one emptied another
+            return False
         donor.close_slab(slab)
         needs = [0] * len(donor.shape.slot_bytes)
         needs[slab.group] = slab.used

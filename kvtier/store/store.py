@@ -181,6 +181,16 @@ class Store:
             self._return(instance, min(other.born for other in instance.processes))
         self.commits.process_gone(process)
 
+    def unheard(self, process: Process, numbers: list[int]) -> None:
+        """What was given in replies that never came: nobody knows of it, so it returns."""
+        instance = process.instance
+        for number in numbers:
+            lease, res = instance.leases.pop(number, None), instance.reservations.get(number)
+            if lease is not None:
+                self.keys.drop(instance, lease)
+            if res is not None:
+                self.commits.let_go([res])
+
     def _return(self, instance: Instance, before: int) -> None:
         """Take back leases, reservations and regions with lower numbers."""
         self.commits.let_go([res for number, res in instance.reservations.items() if number < before])
@@ -193,7 +203,7 @@ class Store:
         instance = self._instance(msg.instance, msg.scope, peer)
         if not instance.processes:
             raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
-        return self.regions.register(instance, msg, fd)
+        return self.regions.register(instance, msg, fd, peer.pid)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse newcomers, make durable what can be within the time, and close everything."""

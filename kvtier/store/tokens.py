@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 from array import array
 from collections.abc import Awaitable
 
@@ -152,9 +153,10 @@ class Tokens:
         if held is None:
             return Acquired(0, 0)
         lease, missing = held
-        if missing:
-            return self._load(process.instance, path, pages, lease, deadline)
-        return self._grant(process.instance, lease)
+        if not missing:
+            return self._grant(process.instance, lease)
+        self._drop(process.instance, lease)  # a coroutine that is cancelled before it begins could not give it back
+        return self._load(process.instance, path, pages, deadline)
 
     def _hold(self, instance: Instance, path: Path, pages: int) -> tuple[Lease, list[Missing]] | None:
         """Lease the longest match (of at most `pages`) within the cap; None where there is none."""
@@ -164,9 +166,13 @@ class Tokens:
         node, end = found.node, found.pages
         if 0 <= pages < end:
             node, end = index.resumable(node, pages, LOCAL)
-        if not end:
+        if not end or not self.parts.host.budget_bytes:
             return None
-        cost = sum(count * cache.slot_cost(g) for g, _, count in index.needed(end))
+        cost = _cost(cache, end)
+        if cost > instance.room():
+            below, fits = index.resumable(node, _fitting(cache, end, instance.room()), LOCAL)
+            if fits:  # else charge says that not even a part is within the cap
+                node, end, cost = below, fits, _cost(cache, fits)
         instance.charge(cost)
         node = index.ending_at(node, end)
         node.time = max(node.time, self.parts.now())
@@ -179,29 +185,26 @@ class Tokens:
         for node in lease.nodes:
             self.parts.unlease(lease.cache, node)
 
-    async def _load(self, instance: Instance, path: Path, pages: int, lease: Lease, deadline: float) -> Acquired:
+    async def _load(self, instance: Instance, path: Path, pages: int, deadline: float) -> Acquired:
         """Bring the missing pages; a lost copy or the deadline leaves the longest prefix that is in host."""
         for _ in range(MAX_TRIES):
+            held = self._hold(instance, path, pages)
+            if held is None:
+                break
+            lease, missing = held
+            if not missing:
+                return self._grant(instance, lease)
+            cache, node = lease.cache, lease.nodes[0]
             try:
-                cache, node = lease.cache, lease.nodes[0]
-                missing = self.parts.loads.missing(cache, node, cache.radix.needed(lease.pages))
                 await self.parts.loads.bring(cache, missing, deadline)
             except BaseException:
                 self._drop(instance, lease)
                 raise
-            end = pages  # a copy was lost, unless it turns out that time or room is up
             if not node.dead and cache.radix.resumable(node, lease.pages, LOCAL)[1] == lease.pages:
-                _, end = cache.radix.resumable(node, lease.pages, (Tier.HOST,))
-                if end == lease.pages:
+                _, pages = cache.radix.resumable(node, lease.pages, (Tier.HOST,))  # time or room is up
+                if pages == lease.pages:
                     return self._grant(instance, lease)
             self._drop(instance, lease)
-            held = self._hold(instance, path, end)
-            if held is None:
-                return Acquired(0, 0)
-            lease = held[0]
-            if not held[1]:
-                return self._grant(instance, lease)
-        self._drop(instance, lease)
         return Acquired(0, 0)
 
     def _grant(self, instance: Instance, lease: Lease) -> Acquired:
@@ -238,6 +241,8 @@ class Tokens:
         deadline = self.parts.deadline(msg.wait_ms)
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
+        if not self.parts.host.budget_bytes:
+            return Reserved(0, 0, refused=Code.NO_SPACE)
         needs = self._needs(process.instance, cache, path.keys, msg.start, wanted)
         got = [cache.pool.alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
         if all(len(have) == n for have, n in zip(got, needs, strict=True)):
@@ -313,6 +318,16 @@ class Tokens:
         res.state[:] = (there * np.uint8(SETTLED)).tobytes()
         self.parts.admit(res)
         return Reserved(res.number, granted, items, refused, res.writes)
+
+
+def _cost(cache: Cache, pages: int) -> int:
+    """Arena bytes of what an engine reads that resumes after so many pages; more pages never cost less."""
+    return sum(count * cache.slot_cost(g) for g, _, count in cache.radix.needed(pages))
+
+
+def _fitting(cache: Cache, pages: int, room: int) -> int:
+    """The most pages, up to `pages`, that cost no more than `room`."""
+    return bisect.bisect_right(range(1, pages + 1), room, key=lambda n: _cost(cache, n))
 
 
 def _wanted(cache: Cache, msg: Reserve) -> list[Mask]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.mover import Mover, Views, batches, digest
+import numpy as np
+
+from kvtier.mover import Mover, Urgency, Views, batches, digest
+from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.region import Region
 
 
@@ -15,6 +18,13 @@ class Piece(NamedTuple):
     row: int
     views: Views
     sum: int
+
+
+class Fetch(NamedTuple):
+    """One row of a region and the disk handle of one item."""
+
+    row: int
+    handle: int
 
 
 class Moved(NamedTuple):
@@ -40,6 +50,21 @@ def load_pieces(region: Region, pieces: Sequence[Piece]) -> list[Moved]:
     return out
 
 
+def fetch_pieces(region: Region, disk: DiskTier, group: int, item_bytes: int, pieces: Sequence[Fetch]) -> list[Moved]:
+    """Copy items from disk into rows, each verified on the way. Runs in a worker thread."""
+    out = []
+    item = np.empty(item_bytes, np.uint8)
+    for piece in pieces:
+        (error,) = disk.read([(piece.handle, group, [item])])
+        try:
+            if not error:
+                region.write(piece.row, [item])
+        except OSError:
+            error = "io"
+        out.append(Moved(0, error))
+    return out
+
+
 def store_pieces(region: Region, pieces: Sequence[Piece]) -> list[Moved]:
     """Copy rows into slots and take their checksums. Runs in a worker thread."""
     out = []
@@ -56,4 +81,13 @@ async def move(mover: Mover, region: Region, pieces: list[Piece], *, load: bool)
     """Run the pieces in batches; a cancelled caller leaves only when no byte moves any more."""
     work = load_pieces if load else store_pieces
     done = await mover.share(work, batches(pieces, lambda p: sum(v.nbytes for v in p.views)), region)
+    return [moved for part in done for moved in part]
+
+
+async def fetch(
+    mover: Mover, region: Region, disk: DiskTier, pieces: list[Fetch], group: int, item_bytes: int
+) -> list[Moved]:
+    """The same from disk."""
+    parts = batches(pieces, lambda _: item_bytes)
+    done = await mover.share(fetch_pieces, parts, region, disk, group, item_bytes, urgency=Urgency.LOAD)
     return [moved for part in done for moved in part]

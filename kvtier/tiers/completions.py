@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from kvtier.tiers.commits import Op
+from kvtier.tiers.commits import Op, unheard
 
 log = logging.getLogger("kvtier.disk")
 
@@ -38,6 +38,7 @@ class Completions:
             self._settled(any(op.changes and not op.error for op in ops), failure)
             for op in ops:
                 try:
-                    op.finish(op.error)
+                    finish, op.finish = op.finish, unheard  # which knows the operation: no cycle is to be left
+                    finish(op.error)
                 except Exception:
                     log.exception("what waited for a write to disk failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from kvtier.identity import Shape
@@ -49,6 +50,11 @@ class HostTier:
         return self.budget_bytes - self._space.used
 
     @property
+    def scopes(self) -> list[str]:
+        """Scopes that have arenas."""
+        return self._space.scopes
+
+    @property
     def pools(self) -> list[HostPool]:
         """All pools, oldest first."""
         return list(self._pools.values())
@@ -61,9 +67,25 @@ class HostTier:
         """The pool of all caches of one shape in one scope, made on first ask. Raises OSError."""
         found = self._pools.get((scope, shape))
         if found is None:
+            self._space.arenas(scope)
             found = HostPool(scope, shape, self._slab_size(shape), self._space)
             self._pools[scope, shape] = found
         return found
+
+    def idle(self, pools: Collection[HostPool], scopes: Collection[str]) -> list[HostPool]:
+        """Give back what is not in use: empty pools beside `pools`, which are returned, and arenas beside `scopes`'.
+
+        A scope's arenas stay while some slot of it is used; they are made again when they are asked for.
+        """
+        gone = [pool for pool in self.pools if pool not in pools and not any(slab.used for slab in pool.slabs)]
+        for pool in gone:
+            pool.shed()
+            del self._pools[pool.scope, pool.shape]
+        for pool in self.pools:
+            if pool.scope not in scopes:
+                pool.shed()
+        self._space.close_idle(scopes)
+        return gone
 
     def settle(self, timeout_s: float = 30.0) -> bool:
         """Wait until no memory is left to be warmed or punched out; whether that came in time. Blocks."""

@@ -81,6 +81,7 @@ class Lanes:
                 job.run()
             except Exception:
                 log.exception("a disk job broke its promise not to raise")
+            del found, job  # the memory that it was about is not to be held until the next one comes
             if bulk:
                 with self._changed:
                     self._busy -= 1

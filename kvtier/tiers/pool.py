@@ -95,7 +95,8 @@ class HostPool:
         self.shape = shape
         self.slab_bytes = slab_bytes
         self._space = space
-        self._data = [arena.data for arena in space.arenas(scope)]
+        self._data: list[npt.NDArray[np.uint8]] = []
+        """What the scope's arenas map, while there are slabs."""
         sizes = zip(shape.slot_bytes, shape.slots_per_item, strict=True)
         self._groups = [_Group(number, size, per_item) for number, (size, per_item) in enumerate(sizes)]
 
@@ -272,6 +273,8 @@ class HostPool:
         plot = self._space.take(self.scope, max(self.slab_bytes, one.slot_bytes), least)
         if plot is None:
             return None
+        if not self._data:
+            self._data = [arena.data for arena in self._space.arenas(self.scope)]
         slab = Slab(plot, one.number, one.slot_bytes)
         one.slabs[slab.lo] = slab
         bisect.insort(one.lows, slab.lo)
@@ -283,3 +286,5 @@ class HostPool:
         del one.slabs[slab.lo]
         one.lows.remove(slab.lo)
         self._space.give(slab.plot)
+        if not any(each.slabs for each in self._groups):
+            self._data = []  # the arenas may be closed

@@ -71,9 +71,11 @@ class Region:
     bytes move; those running at `close` still end well. Raises bad_request naming the field that is wrong.
     """
 
-    def __init__(self, fd: int, offset: int, stride: int, rows: int, name: str) -> None:
+    def __init__(self, fd: int, offset: int, stride: int, rows: int, name: str, owner: int = 0) -> None:
         _check(fd, offset, stride, rows)
         self.name = name
+        self.owner = owner
+        """The process whose memory it is."""
         self.offset = offset
         self.rows = rows
         self.row_bytes = stride

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -63,6 +63,7 @@ class HostSpace:
         self._nodes: list[Node | None] = [*found] if len(found) > 1 else [None]
         self._prefault = prefault
         self._scopes: dict[str, list[Ground]] = {}  # the one that grew last is last
+        self._retired: list[Ground] = []  # of scopes that are no more: the thread closes them
         self._owed: list[Plot] = []  # handed out cold: an engine's first touch would be charged to the engine
         self._change = threading.Condition()
         self._busy: tuple[_Work, Plot] | None = None
@@ -123,10 +124,25 @@ class HostSpace:
             self._owed = [owed for owed in self._owed if owed.ground is not ground or not lo <= owed.lo < hi]
             self._wake()
 
+    @property
+    def scopes(self) -> list[str]:
+        """Scopes that have arenas."""
+        return list(self._scopes)
+
+    def close_idle(self, keep: Collection[str]) -> None:
+        """Close the arenas of scopes that are not in `keep` and have no slab: the thread does, which may take long."""
+        with self._change:
+            for scope, grounds in list(self._scopes.items()):
+                if scope not in keep and not any(ground.used for ground in grounds):
+                    self._retired += self._scopes.pop(scope)
+            self._wake()
+
     def settle(self, timeout_s: float = 30.0) -> bool:
         """Wait until the thread has nothing to do; whether that came in time."""
         with self._change:
-            return self._change.wait_for(lambda: not self._busy and self._next() is None, timeout_s)
+            return self._change.wait_for(
+                lambda: not self._busy and not self._retired and self._next() is None, timeout_s
+            )
 
     def close(self) -> None:
         """Stop the thread and close all arenas; a second call does nothing."""
@@ -135,7 +151,7 @@ class HostSpace:
             self._change.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for ground in self._all():
+        for ground in [*self._retired, *self._all()]:
             ground.arena.close()
         self._scopes.clear()
 
@@ -230,17 +246,29 @@ class HostSpace:
         """The thread: one chunk at a time, the lock let go while the kernel works."""
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._closed or self._next() is not None)
-                step = self._next()
-                if self._closed or step is None:
+                self._change.wait_for(lambda: self._closed or self._retired or self._next() is not None)
+                retired, step = self._retired[:], self._next()
+                if self._closed:
                     return
-                self._busy = step
-                self._begin(*step)
+                if step is not None and not retired:
+                    self._busy = step
+                    self._begin(*step)
+            if retired or step is None:
+                self._close(retired)
+                continue
             error = self._work(*step)
             with self._change:
                 self._end(*step, error)
                 self._busy = None
                 self._change.notify_all()
+
+    def _close(self, retired: list[Ground]) -> None:
+        """Let go of arenas that nobody uses; their memory is over the budget until then, so that it goes first."""
+        for ground in retired:
+            ground.arena.close()
+        with self._change:
+            del self._retired[: len(retired)]
+            self._change.notify_all()
 
     def _begin(self, work: _Work, plot: Plot) -> None:
         """Account for a step before it runs: a range being punched is nobody's, one being faulted counts as warm."""

@@ -1,0 +1,1 @@
+"""The dashboard: one page over HTTP that shows what the daemon holds and does."""

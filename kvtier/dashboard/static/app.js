@@ -1,0 +1,282 @@
+
+const TIERS = ["device", "host", "peer", "disk"];
+const ROW = 28; // pixels a level of the tree
+const THIN = 3; // boxes narrower than this are not drawn
+const at = (id) => document.getElementById(id);
+let token = sessionStorage.getItem("kvtier-token") || "";
+let trusted = false;
+let tree = null; // the root of what was loaded last, and what is zoomed to
+let zoom = null;
+let shownCache = "";
+
+if (location.hash.startsWith("#token=")) {
+  token = location.hash.slice(7);
+  sessionStorage.setItem("kvtier-token", token);
+  history.replaceState(null, "", location.pathname);
+}
+
+// -- asking ---------------------------------------------------------------------------------------------------------
+
+async function ask(path, options = {}) {
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const reply = await fetch(path, { ...options, headers });
+  const body = await reply.json();
+  if (!reply.ok) throw new Error(body.error.message);
+  return body;
+}
+
+function make(name, attributes = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else element.setAttribute(key, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+// -- numbers for people ---------------------------------------------------------------------------------------------
+
+function bytes(value) {
+  let unit = 0;
+  while (value >= 1024 && unit < 4) { value /= 1024; unit += 1; }
+  return `${value < 10 && unit ? value.toFixed(1) : Math.round(value)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+}
+
+const count = (value) => Math.round(value).toLocaleString("en");
+const percent = (value) => `${(100 * value).toFixed(1)} %`;
+
+function span(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+function table(id, heads, rows, empty) {
+  const head = make("tr", {}, ...heads.map(([name, kind]) => make("th", { scope: "col", class: kind || "" }, name)));
+  const body = rows.map((row) => make("tr", {}, ...row.map((cell, n) => make("td", { class: heads[n][1] || "" }, cell))));
+  at(id).replaceChildren(make("thead", {}, head), make("tbody", {}, ...(rows.length ? body : [make("tr", {}, make("td", { colspan: heads.length }, empty))])));
+}
+
+// -- overview -------------------------------------------------------------------------------------------------------
+
+function showTiers(tiers) {
+  at("tiers").replaceChildren(...Object.entries(tiers).map(([name, tier]) => {
+    const total = tier.budget_bytes || tier.capacity_bytes || 0;
+    const used = total - tier.free_bytes;
+    const share = total ? used / total : 0;
+    const fill = make("i", { class: `i-${name}` });
+    fill.style.width = `${100 * share}%`;
+    const state = tier.sick ? ` – ${tier.sick}` : tier.state && tier.state !== "ready" ? ` – ${tier.state}` : "";
+    return make("div", { class: "tier" },
+      make("div", {}, make("strong", {}, name + state), make("span", {}, `${bytes(used)} of ${bytes(total)} (${percent(share)})`)),
+      make("div", { class: "track", role: "meter", "aria-label": `${name} used`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * share) }, fill));
+  }));
+}
+
+function showHits(steps) {
+  const asked = steps.reduce((sum, s) => sum + s.asked_s, 0);
+  const hit = Object.fromEntries(TIERS.map((t) => [t, steps.reduce((sum, s) => sum + s.hit_s[t], 0)]));
+  const all = TIERS.reduce((sum, t) => sum + hit[t], 0);
+  at("hits-text").textContent = asked ? `${percent(all / asked)} of the tokens asked for: ${TIERS.filter((t) => hit[t]).map((t) => `${t} ${percent(hit[t] / asked)}`).join(", ") || "none"}` : "no prompts yet";
+  const svg = at("hits"), wide = 600 / Math.max(1, steps.length), bars = [];
+  steps.forEach((step, n) => {
+    let low = 140;
+    for (const tier of TIERS) {
+      const high = step.asked_s ? 140 * Math.min(1, step.hit_s[tier] / step.asked_s) : 0;
+      if (!high) continue;
+      low -= high;
+      const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+      for (const [k, v] of Object.entries({ x: n * wide, y: low, width: wide, height: high, class: `i-${tier}` })) bar.setAttribute(k, v);
+      bars.push(bar);
+    }
+  });
+  svg.replaceChildren(...bars);
+  at("legend").replaceChildren(...TIERS.map((t) => make("span", {}, make("i", { class: `i-${t}` }), t)));
+}
+
+function showCaches(caches) {
+  const select = at("cache"), chosen = select.value;
+  const known = caches.filter((c) => !c.retired).sort((a, b) => b.pages - a.pages);
+  const names = known.map((c) => c.id).join();
+  if (select.dataset.names === names) return;
+  select.dataset.names = names;
+  select.replaceChildren(...known.map((c) => make("option", { value: c.id }, `${c.model} ${c.kv_dtype} · ${count(c.pages)} pages · ${c.id.slice(0, 8)}`)));
+  if (known.some((c) => c.id === chosen)) select.value = chosen;
+}
+
+async function overview() {
+  try {
+    const { status, caches, history: steps, trusted: may } = await ask("/v1/overview");
+    trusted = may;
+    at("version").textContent = status.version;
+    at("state").className = "";
+    at("state").textContent = `up ${span(status.uptime_s)} · ${count(status.pages)} pages · ${status.instances.length} engines · ${bytes(status.rss_bytes)} resident`;
+    at("login").hidden = trusted;
+    at("trust").textContent = trusted ? "The token is good: pins can be changed here." : token ? "That token is not this daemon's." : "To change pins, open the address that kvtierctl dashboard prints, or give its token.";
+    showTiers(status.tiers);
+    showHits(steps);
+    showCaches(caches);
+    table("engines", [["engine"], ["holds", "n"], ["of", "n"], ["leases", "n"], ["reservations", "n"]],
+      status.instances.map((i) => [i.instance, bytes(i.held_bytes), bytes(i.cap_bytes), count(i.leases), count(i.reservations)]), "none attached");
+    await pins();
+    if (at("cache").value !== shownCache) await load();
+  } catch (error) {
+    at("state").className = "bad";
+    at("state").textContent = `no answer: ${error.message}`;
+  }
+}
+
+async function pins() {
+  const { pins: held } = await ask("/v1/pins");
+  table("pins", [["pin"], ["pages", "n"], ["bytes", "n"], ["priority", "n"], ["left", "n"], [""]], held.map((p) => {
+    const end = make("button", { type: "button", onclick: () => change(`/v1/pins/${p.pin}`, { method: "DELETE" }) }, "Unpin");
+    end.disabled = !trusted;
+    return [p.pin, count(p.pages), bytes(p.held_bytes), String(p.priority), span(p.left_s), end];
+  }), "none");
+}
+
+async function change(path, options) {
+  try {
+    await ask(path, options);
+    await pins();
+  } catch (error) {
+    at("trust").textContent = error.message;
+  }
+}
+
+// -- the tree -------------------------------------------------------------------------------------------------------
+
+function grown(nodes) {
+  const root = { level: -1, pages: 0, children: [], parent: null, size: 0, tiers: {} };
+  let last = root;
+  for (const row of nodes) {
+    while (last.level >= row.level) last = last.parent;
+    const node = { ...row, children: [], parent: last };
+    last.children.push(node);
+    last = node;
+  }
+  const size = (node) => { node.size = Math.max(1, node.pages) + node.children.reduce((sum, child) => sum + size(child), 0); return node.size; };
+  size(root);
+  return root;
+}
+
+async function load() {
+  shownCache = at("cache").value;
+  if (!shownCache) { at("icicle").replaceChildren(); top([]); return; }
+  const data = await ask(`/v1/tree?cache=${shownCache}&depth=64&limit=4000`);
+  tree = grown(data.nodes);
+  tree.pageTokens = data.cache.page_tokens;
+  zoom = tree;
+  draw();
+  top(data.nodes);
+}
+
+const tierOf = (node) => TIERS.find((tier) => node.tiers[tier]) || "none";
+
+function said(node) {
+  const tokens = tree.pageTokens;
+  const where = TIERS.filter((t) => node.tiers[t]).map((t) => `${count(node.tiers[t])} in ${t}`).join(", ") || "nowhere yet";
+  const text = node.tokens ? ` Begins with tokens ${node.tokens.slice(0, 12).join(" ")}.` : "";
+  return `Tokens ${count(node.first_page * tokens)} to ${count((node.first_page + node.pages) * tokens)}: ${count(node.pages)} pages, ${where}; heat ${node.heat.toFixed(1)}, idle ${span(node.idle_s)}, ${node.leases} leases, ${node.children.length} branches.${text}`;
+}
+
+function draw() {
+  const field = at("icicle"), width = field.clientWidth, boxes = [];
+  let deepest = 0;
+  const place = (node, left, share, level) => {
+    if (share < THIN) return;
+    if (node.parent) {
+      const box = make("div", { class: `box i-${tierOf(node)}`, role: "treeitem", tabindex: "-1", "aria-level": level + 1, "aria-label": said(node) }, share > 60 ? `${count(node.pages * tree.pageTokens)} tokens` : "");
+      Object.assign(box.style, { left: `${left}px`, width: `${share}px`, top: `${level * ROW}px` });
+      const strength = Math.min(1, Math.log1p(node.heat) / 3);
+      box.style.setProperty("--strength", `${30 + 70 * strength}%`);
+      box.classList.toggle("pale", strength < 0.5);
+      box.node = node;
+      node.box = box;
+      boxes.push(box);
+      deepest = Math.max(deepest, level + 1);
+    }
+    let x = left;
+    const total = node.children.reduce((sum, child) => sum + child.size, 0);
+    const below = node.parent ? share * total / node.size : share;
+    for (const child of node.children) {
+      const part = below * child.size / Math.max(1, total);
+      place(child, x, part, node.parent ? level + 1 : level);
+      x += part;
+    }
+  };
+  const clear = (node) => { node.box = null; node.children.forEach(clear); };
+  clear(tree);
+  place(zoom, 0, width, 0);
+  field.replaceChildren(...boxes);
+  field.style.height = `${Math.max(2, deepest) * ROW}px`;
+  if (boxes.length) boxes[0].tabIndex = 0;
+  at("out").disabled = zoom === tree;
+}
+
+function focus(node) {
+  if (!node || !node.box) return;
+  document.querySelectorAll("#icicle .box[tabindex='0']").forEach((box) => { box.tabIndex = -1; });
+  node.box.tabIndex = 0;
+  node.box.focus();
+}
+
+function into(node) {
+  zoom = node;
+  draw();
+  focus(node.parent ? node : node.children[0]);
+}
+
+function beside(node, step) {
+  const row = node.parent.children.filter((each) => each.box);
+  return row[row.indexOf(node) + step];
+}
+
+const KEYS = {
+  ArrowRight: (node) => focus(beside(node, 1)),
+  ArrowLeft: (node) => focus(beside(node, -1)),
+  ArrowDown: (node) => focus(node.children.find((child) => child.box)),
+  ArrowUp: (node) => focus(node.parent),
+  Enter: (node) => into(node),
+  Escape: () => into(zoom.parent || tree),
+};
+
+at("icicle").addEventListener("keydown", (event) => {
+  const act = KEYS[event.key];
+  if (!act || !event.target.node) return;
+  event.preventDefault();
+  act(event.target.node);
+});
+at("icicle").addEventListener("click", (event) => { if (event.target.node) into(event.target.node); });
+at("icicle").addEventListener("focusin", (event) => { if (event.target.node) show(event.target.node); });
+at("icicle").addEventListener("mouseover", (event) => { if (event.target.node) show(event.target.node); });
+
+function show(node) {
+  const more = [];
+  if (node.chain && trusted) {
+    const body = JSON.stringify({ cache: shownCache, chain: node.chain });
+    more.push(" ", make("button", { type: "button", onclick: () => change("/v1/pins", { method: "POST", body }) }, "Pin for an hour"));
+  }
+  at("node").replaceChildren(said(node), ...more);
+}
+
+function top(nodes) {
+  const hottest = [...nodes].sort((a, b) => b.heat - a.heat).slice(0, 10);
+  table("top", [["tokens", "n"], ["from", "n"], ["tier"], ["heat", "n"], ["idle", "n"], ["leases", "n"], ["branches", "n"]],
+    hottest.map((n) => [count(n.pages * tree.pageTokens), count(n.first_page * tree.pageTokens), tierOf(n), n.heat.toFixed(1), span(n.idle_s), count(n.leases), count(n.children)]), "nothing is cached");
+}
+
+// -- start ----------------------------------------------------------------------------------------------------------
+
+at("cache").addEventListener("change", load);
+at("out").addEventListener("click", () => into(zoom.parent || tree));
+at("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  token = at("token").value.trim().replace(/^.*#token=/, "");
+  sessionStorage.setItem("kvtier-token", token);
+  at("token").value = "";
+  overview();
+});
+addEventListener("resize", () => { if (tree) draw(); });
+overview();
+setInterval(overview, 5000);

@@ -1,0 +1,45 @@
+"""Runs: which pages of a node need one on disk, and what a run is called there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtier.index import Node
+from kvtier.store.cache import Cache
+from kvtier.types import Tier
+
+
+def unsaved_runs(cache: Cache, node: Node) -> list[tuple[int, int]]:
+    """Ranges of published pages of a node with items that only host holds."""
+    if not node.count[Tier.HOST]:
+        return []
+    only = np.zeros(node.pages, dtype=bool)
+    for group in range(cache.index.groups):
+        only |= node.present(group, (Tier.HOST,)) & ~node.present(group, (Tier.DISK,))
+    edges = np.flatnonzero(np.diff(only[: node.live], prepend=False, append=False))
+    return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
+
+
+def names_of(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes, bytes]:
+    """Page keys and chain keys of pages [first, end), and the chain key of the page before."""
+    if cache.spec.keyed:
+        return node.edge[1:], b"", b""  # which group it is the item says
+    keys: list[bytes] = []
+    chains: list[bytes] = []
+    stride = cache.index.stride
+    up: Node = node
+    while True:
+        lo, hi = max(up.depth, first), min(up.end, end)
+        if lo < hi:
+            keys.append(up.edge[(lo - up.depth) * stride : (hi - up.depth) * stride])
+            chains.append(cache.index.chain_of(up)[(lo - up.depth) * 16 : (hi - up.depth) * 16])
+        if up.depth <= first:
+            break
+        assert up.parent is not None
+        up = up.parent
+    if first > up.depth:
+        before = cache.index.chain_of(up)[(first - up.depth - 1) * 16 : (first - up.depth) * 16]
+    else:
+        assert up.parent is not None
+        before = cache.index.chain_of(up.parent)[-16:]
+    return b"".join(reversed(keys)), b"".join(reversed(chains)), before

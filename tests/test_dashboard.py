@@ -1,0 +1,267 @@
+"""The dashboard of a real daemon: what it shows to whom, what it changes for whom, and the page in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from browser import Page, browsing, chromium
+from kvtier.client import Client, page_keys
+from kvtier.dashboard.history import KEPT, History
+from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY
+from kvtier.demo.daemon import Daemon
+from kvtier.identity import CacheSpec, GroupSpec
+from kvtier.types import Kind
+from test_metrics import free_port
+
+SPEC = CacheSpec("some/model", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 4096),))
+STEM, BRANCHES, BRANCH = 40, 6, 10
+"""Pages of what all prompts share, how many prompts, and pages of each alone."""
+
+
+class Board:
+    """A daemon with a dashboard and a few cached prompts."""
+
+    def __init__(self, daemon: Daemon, port: int) -> None:
+        self.daemon = daemon
+        self.port = port
+        self.address_path = daemon.socket.parent / ADDRESS_NAME
+
+    @property
+    def token(self) -> str:
+        """The operator's."""
+        return self.address_path.read_text().strip().partition("#token=")[2]
+
+    def ask(self, path: str, method: str = "GET", body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON or text, headers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            connection.request(
+                method, path, body if body is None or isinstance(body, bytes) else json.dumps(body), headers
+            )
+            reply = connection.getresponse()
+            raw, kind = reply.read(), reply.getheader("Content-Type", "")
+            return reply.status, json.loads(raw) if "json" in kind else raw.decode(), dict(reply.getheaders())
+        finally:
+            connection.close()
+
+    def trusted(self, path: str, method: str = "GET", body: Any = None) -> tuple[int, Any]:
+        """The same with the token."""
+        return self.ask(path, method, body, Authorization=f"Bearer {self.token}")[:2]
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[Board]:
+    """Prompts with a common stem, on disk."""
+    port = free_port()
+    with Daemon(tmp_path, host="64MiB", disk="128MiB", flags=[f"--http-port={port}"]) as daemon:
+        with Client(daemon.socket, instance="engine", timeout_s=10.0) as client:
+            cache = client.open(SPEC)
+            for n in range(BRANCHES):
+                tokens = np.repeat(
+                    np.array([*range(STEM), *range(1000 * (n + 1), 1000 * (n + 1) + BRANCH)], np.int32), 4
+                )
+                path = cache.match(page_keys(SPEC, tokens))
+                with path.reserve(path.pages, STEM + BRANCH - path.pages, wait_ms=5000) as held:
+                    held.write_pages(0, path.pages, np.zeros((held.pages, 4096), np.uint8))
+                    held.commit()
+            assert cache.flush(20.0)
+            made = Board(daemon, port)
+            until(lambda: answers(made))
+            yield made
+        assert daemon.stop() == 0, daemon.log.read_text()[-2000:]
+
+
+def until(holds: Any) -> None:
+    """Wait until it holds."""
+    deadline = time.monotonic() + 20.0
+    while not holds():
+        assert time.monotonic() < deadline, "still waiting"
+        time.sleep(0.05)
+
+
+def answers(board: Board) -> bool:
+    """Whether HTTP is up."""
+    try:
+        return board.ask("/healthz")[0] == 200
+    except OSError:
+        return False
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_may_load_nothing(board: Board) -> None:
+    """Every asset comes from the daemon, under a policy that lets a page load from it alone."""
+    for path, (_, kind) in FILES.items():
+        status, text, headers = board.ask(path)
+        assert status == 200
+        assert headers["Content-Type"].startswith(kind)
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+        assert "https://" not in text
+
+
+def test_anybody_sees_numbers_and_the_operator_alone_sees_tokens(board: Board) -> None:
+    """Loopback is not private on a host with several users: token ids are part of prompts."""
+    shown = board.ask("/v1/overview")[1]
+    assert shown["trusted"] is False
+    assert shown["status"]["pages"] == STEM + BRANCHES * BRANCH
+    assert "pids" not in shown["status"]["instances"][0]
+    cache = shown["caches"][0]["id"]
+    assert not any("tokens" in node for node in board.ask(f"/v1/tree?cache={cache}")[1]["nodes"])
+    status, tree = board.trusted(f"/v1/tree?cache={cache}&limit=3&depth=2")
+    assert status == 200
+    assert len(tree["nodes"]) == 3
+    assert tree["nodes"][0]["tokens"][:4] == [0] * 4
+    assert board.address_path.stat().st_mode & 0o777 == 0o600
+
+
+def test_kvtierctl_prints_the_address_with_the_token(board: Board, tmp_path: Path) -> None:
+    """For whoever may read the file; where there is none, it says so."""
+    ctl = [sys.executable, "-m", "kvtier.ctl", "--socket", str(board.address_path.with_name("admin.sock")), "dashboard"]
+    said = json.loads(subprocess.run([*ctl, "--json"], check=True, capture_output=True, text=True).stdout)
+    assert said == {"url": f"http://127.0.0.1:{board.port}/#token={board.token}"}
+    ctl[4] = str(tmp_path / "elsewhere" / "admin.sock")
+    gone = subprocess.run([*ctl, "--json"], capture_output=True, text=True)
+    assert gone.returncode == 1
+    assert "dashboard.url" in gone.stdout + gone.stderr
+
+
+def test_pins_are_changed_with_the_token_alone(board: Board) -> None:
+    """Without it, or with another, nothing changes; with it a page's path is held and let go."""
+    cache = board.ask("/v1/overview")[1]["caches"][0]["id"]
+    chain = board.ask(f"/v1/tree?cache={cache}")[1]["nodes"][0]["chain"]
+    pin = {"cache": cache, "chain": chain}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}, {"Authorization": "Bearer "}):
+        assert board.ask("/v1/pins", "POST", pin, **headers)[0] == 403
+        assert board.ask("/v1/pins/1", "DELETE", **headers)[0] == 403
+    assert board.ask("/v1/pins")[1]["pins"] == []
+    assert board.trusted("/v1/pins", "POST", pin)[0] == 200
+    held = board.ask("/v1/pins")[1]["pins"]
+    assert [each["pages"] for each in held] == [STEM]
+    assert board.trusted(f"/v1/pins/{held[0]['pin']}", "DELETE")[0] == 200
+    assert board.ask("/v1/pins")[1]["pins"] == []
+
+
+def test_bad_requests_are_refused_by_field_and_pages_of_other_names_not_at_all(board: Board) -> None:
+    """A name that resolves to loopback is another site's; what is asked wrongly is answered with the field."""
+    for name in ("evil.example", "evil.example:80", f"evil.example:{board.port}", "127.0.0.1.evil.example"):
+        assert board.ask("/v1/overview", Host=name)[0] == 403
+        assert board.ask("/", Host=name)[0] == 403
+    assert board.ask("/v1/overview", Host=f"localhost:{board.port}")[0] == 200
+    for path, field in (
+        ("/v1/tree?cache=zz", "cache"),
+        ("/v1/tree?depth=-1", "depth"),
+        ("/v1/tree?limit=99999999999999999999999", "limit"),
+        ("/v1/tree?limit=%C2%B2", "limit"),
+    ):
+        status, body, _ = board.ask(path)
+        assert (status, body["error"]["field"]) in {(400, field), (404, field)}, path
+    for body in ({"cache": ""}, {"cache": "", "chain": "zz"}, [], {"cache": 1, "chain": "", "more": 1}):
+        assert board.trusted("/v1/pins", "POST", body)[0] == 400
+    assert board.trusted("/v1/pins", "POST", b"[" * (MAX_BODY + 1000))[0] == 400
+    assert board.trusted("/v1/pins/x", "DELETE")[0] == 400
+    assert board.trusted("/v1/pins/77", "DELETE")[0] == 404
+    for path in ("/../http.py", "/static/app.js", "/v1/../../etc/passwd", "/%2e%2e/http.py"):
+        assert board.ask(path)[0] == 404
+
+
+def test_a_daemon_that_hangs_is_said_so(board: Board) -> None:
+    """The page still comes, its numbers do not, within the probe's time."""
+    os.kill(board.daemon.pid, signal.SIGSTOP)
+    try:
+        assert board.ask("/")[0] == 200
+        status, body, _ = board.ask("/v1/overview")
+        assert (status, body["error"]["code"]) == (503, "io")
+    finally:
+        os.kill(board.daemon.pid, signal.SIGCONT)
+    until(lambda: board.ask("/v1/overview")[0] == 200)
+
+
+def test_the_history_holds_an_hour_and_begins_anew_with_the_daemon() -> None:
+    """Rates are between readings, whatever time lies between them; counters that fell belong to another daemon."""
+    history = History()
+    for n in range(KEPT + 50):
+        history.add(5.0 * n, {"tokens_asked": 1000 * n, "tokens_hit_host": 250 * n})
+    steps = history.steps()
+    assert len(steps) == KEPT - 1
+    assert {(step["asked_s"], step["hit_s"]["host"], step["hit_s"]["disk"]) for step in steps} == {(200.0, 50.0, 0.0)}
+    history.add(1e6, {"tokens_asked": 10})
+    assert history.steps() == []
+
+
+# -- in a browser --------------------------------------------------------------------------------------------------
+
+browser = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
+FOCUSED = "document.activeElement.getAttribute('aria-label')"
+BOXES = "document.querySelectorAll('#icicle .box').length"
+
+
+async def keyboard(page: Page, board: Board) -> None:
+    """Walk the tree, zoom in and out, and pin, by keys alone."""
+    await page.until(f"{BOXES} == {BRANCHES + 1}")
+    await page.run("document.querySelector('#icicle .box[tabindex=\"0\"]').focus()")
+    stem = await page.run(FOCUSED)
+    assert stem.startswith(f"Tokens 0 to {4 * STEM}:"), stem
+    await page.press("ArrowDown")
+    first = await page.run(FOCUSED)
+    await page.press("ArrowRight")
+    second = await page.run(FOCUSED)
+    assert first.startswith(f"Tokens {4 * STEM} to {4 * (STEM + BRANCH)}:"), first
+    assert second.startswith(f"Tokens {4 * STEM} to {4 * (STEM + BRANCH)}:")
+    await page.press("Enter")
+    assert await page.run(BOXES) == 1
+    await page.press("Escape")
+    await page.press("Escape")
+    assert await page.run(BOXES) == BRANCHES + 1
+    assert await page.run("document.querySelectorAll('#node button').length") == 0
+    await page.run(
+        f"document.getElementById('token').focus(), document.getElementById('token').value = '{board.token}'"
+    )
+    await page.press("Enter")
+    await page.until("document.getElementById('login').hidden")
+    await page.run("document.querySelector('#icicle .box[tabindex=\"0\"]').focus()")
+    await page.until("document.querySelector('#node button') !== null")
+    await page.run("document.querySelector('#node button').focus()")
+    await page.press("Enter")
+    await page.until("document.querySelectorAll('#pins button').length == 1")
+    await page.run("document.querySelector('#pins button').focus()")
+    await page.press("Enter")
+    await page.until("document.querySelectorAll('#pins button').length == 0")
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_page_works_in_a_browser_by_keyboard_and_at_phone_width(board: Board, tmp_path: Path) -> None:
+    """Numbers, chart and tree appear; keys walk, zoom and pin; 390 pixels hold it; no script complains."""
+
+    async def visit() -> None:
+        async with browsing(tmp_path) as page:
+            await page.open(f"http://127.0.0.1:{board.port}/")
+            await keyboard(page, board)
+            assert await page.run("document.querySelectorAll('#tiers [role=meter]').length") == 2
+            assert await page.run("document.querySelectorAll('#top tbody tr').length") == BRANCHES + 1
+            await page.resize(390, 844)
+            await page.until("document.documentElement.scrollWidth <= 390")
+            await page.picture(tmp_path / "narrow.png")
+            assert page.faults == []
+            os.kill(board.daemon.pid, signal.SIGSTOP)
+            try:
+                await page.until("document.getElementById('state').className == 'bad'")
+            finally:
+                os.kill(board.daemon.pid, signal.SIGCONT)
+            await page.until("document.getElementById('state').className == ''")
+
+    asyncio.run(visit())

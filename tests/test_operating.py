@@ -1,0 +1,67 @@
+"""The operating guide, the alerts and the board name what there is: metrics, labels, verbs, settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvtier.ctl import main
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+GUIDE = (DOCS / "operating.md").read_text()
+METRICS = dict(re.findall(r"^\| `(kvtier_\w+)` \| (\w+) ", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+LABELS = dict(
+    re.findall(r"^\| `(kvtier_\w+)` \| \w+ \| (?:`(\w+)`)? ", (DOCS / "metrics.md").read_text(), re.MULTILINE)
+)
+
+
+def named(text: str) -> set[str]:
+    """Metric names in an expression."""
+    return set(re.findall(r"kvtier_\w+", text))
+
+
+def exists(name: str) -> bool:
+    """Whether a series of that name is exported."""
+    return name in METRICS or METRICS.get(name.removesuffix("_bucket")) == "histogram"
+
+
+def rules() -> list[dict]:
+    """The alerts."""
+    yaml = pytest.importorskip("yaml", reason="no YAML parser is installed")
+    return yaml.safe_load((DOCS / "monitoring" / "alerts.yml").read_text())["groups"][0]["rules"]
+
+
+def test_alerts_ask_for_metrics_that_exist_and_each_is_explained() -> None:
+    """A rule over a misspelt name never fires; an alert nobody can read is noise."""
+    for rule in rules():
+        assert named(rule["expr"]), rule
+        assert all(map(exists, named(rule["expr"]))), rule["expr"]
+        assert f"### {rule['alert']}\n" in GUIDE, rule["alert"]
+        assert rule["annotations"]["summary"]
+    assert set(re.findall(r"^### (\w+)$", GUIDE, re.MULTILINE)) == {rule["alert"] for rule in rules()}
+
+
+def test_labels_in_alerts_and_board_are_those_of_their_metrics() -> None:
+    """A selector by a label that a metric lacks selects nothing."""
+    board = json.loads((DOCS / "monitoring" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(asked) > 10
+    for expr in [*asked, *(rule["expr"] for rule in rules())]:
+        assert all(map(exists, named(expr))), expr
+        for name, inside in re.findall(r"(kvtier_\w+)\{([^}]*)\}", expr):
+            for label in re.findall(r"(\w+)=", inside):
+                assert label in {"instance", LABELS.get(name.removesuffix("_bucket"))}, (label, expr)
+
+
+def test_the_guide_names_verbs_and_settings_that_exist() -> None:
+    """Every `kvtierctl verb` and `section.key` in it."""
+    settings = (DOCS / "configuration.md").read_text()
+    for verb in re.findall(r"kvtierctl ([a-z]+)", GUIDE):
+        assert main.get_command(None, verb) is not None, verb  # type: ignore[arg-type]
+    for key in re.findall(r"`([a-z]+\.[a-z_]+)`", GUIDE):
+        assert f"`{key}`" in settings, key
+    for link in re.findall(r"\]\(([^)]+)\)", GUIDE):
+        assert (DOCS / link).exists(), link

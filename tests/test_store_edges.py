@@ -1,0 +1,356 @@
+"""Edges of what engines may do: at their cap, without a host tier, storing and committing at once, asking again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from conftest import open_files
+from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
+from kvtier import wire
+from kvtier.identity import GroupSpec
+from kvtier.tiers.region import Region
+from kvtier.types import Code, Kind, KvtierError
+from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
+
+PAGE = spec((GroupSpec(Kind.FULL, 1, 1, 32_000),))
+KEYED = spec(key_bytes=16)
+KEYS = [bytes([n]) * 16 for n in range(40)]
+
+
+async def put_keys(engine: Engine, keys: list[bytes], **more: int) -> wire.Reserved:
+    """Store keys in group 0 and return the reservation."""
+    names = b"".join(keys)
+    reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, names, **more))
+    engine.write(names, reserved)
+    await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
+    return reserved
+
+
+# -- the cap -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, WINDOW, STATE)], ids=["full", "window", "state"])
+async def test_a_match_larger_than_the_cap_is_leased_as_far_as_the_cap_allows(groups: tuple[GroupSpec, ...]) -> None:
+    """The engine gets a prefix that it can resume from, byte for byte right, and never more than its cap."""
+    async with storing(None, host=4 * MIB) as store:
+        writer, reader = Engine(store, "writer", pid=1), Engine(store, "reader", pid=2)
+        await writer.open(spec(groups))
+        await reader.open(spec(groups))
+        keys = tokens(*range(100))
+        for first in range(0, 100, 20):
+            wants = (wire.Want(2, np.array([first + 9], "<i4").tobytes()),) if len(groups) > 2 else ()
+            part = tokens(*range(first + 20))
+            reserved = await writer.reserve(part, first, wants=wants)
+            writer.write(part, reserved)
+            await writer.call(wire.Commit(reserved.reservation, first, 20))
+        reader.process.instance.cap_bytes = 200_000
+        matched = await reader.match(keys)
+        assert matched.pages == (90 if len(groups) > 2 else 100)
+        lease = await reader.call(wire.Acquire(matched.handle))
+        for items in lease.items:
+            reader.verify(keys, items)
+        assert 0 < lease.pages < matched.pages
+        assert reader.process.instance.held_bytes <= 200_000
+        with pytest.raises(KvtierError) as caught:
+            await reader.call(wire.Acquire(matched.handle))
+        assert caught.value.code == Code.OVER_CAP
+        await reader.call(wire.Release(lease.lease))
+        assert reader.process.instance.held_bytes == 0
+        for engine in (writer, reader):
+            engine.leave()
+        assert idle(store) == []
+
+
+async def test_keys_beyond_the_cap_are_absent_from_a_lease() -> None:
+    """The leading keys are leased; an engine that can hold none of them is told so."""
+    async with storing(None) as store:
+        engine = Engine(store)
+        number = (await engine.open(KEYED)).cache
+        await put_keys(engine, KEYS)
+        engine.process.instance.cap_bytes = 10 * 4096
+        lease = await engine.call(wire.AcquireKeys(number, 0, b"".join(KEYS)))
+        offsets = np.frombuffer(lease.items[0].offsets, "<i8")
+        assert ((offsets >= 0) == (np.arange(40) < 10)).all()
+        engine.verify(b"".join(KEYS), lease.items[0])
+        with pytest.raises(KvtierError) as caught:
+            await engine.call(wire.AcquireKeys(number, 0, KEYS[0]))
+        assert caught.value.code == Code.OVER_CAP
+        engine.leave()
+        assert idle(store) == []
+
+
+# -- no host tier ------------------------------------------------------------------------------------------------------
+
+
+async def test_without_host_memory_what_disk_has_is_read_into_regions_and_elsewhere_a_miss(tmp_path: Path) -> None:
+    """A daemon restarted without host memory: loads by key go straight to the engine's rows, leases are empty."""
+    fd, memory = memfd(8, 8192, sealed=True)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(KEYED)
+        await put_keys(engine, KEYS[:4])
+        await engine.open(spec())
+        await engine.put(tokens(1, 2, 3))
+        await quiet(store)
+    async with storing(tmp_path, host=0) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        matched = await engine.match(tokens(1, 2, 3))
+        assert matched.pages == 3
+        assert (await engine.call(wire.Acquire(matched.handle))).pages == 0
+        assert (await engine.reserve(tokens(4))).refused == Code.NO_SPACE
+        number = (await engine.open(KEYED)).cache
+        got = await engine.call(wire.AcquireKeys(number, 0, KEYS[0] + KEYS[1]))
+        assert (got.lease, got.items[0].offsets) == (0, b"\xff" * 16)
+        region = store.register(wire.Register("engine", "rows", 0, 8192, 8), fd, engine.process.peer).region
+        load = wire.Load(region, 0, rows(7, 6, -1, 4, 3), cache=number, keys=b"".join(KEYS[:5]))
+        assert (await engine.call(load)).done == bytes([1, 1, 0, 1, 0])
+        for n, row in ((0, 7), (1, 6), (3, 4)):
+            assert np.array_equal(memory[row, :4000], content(KEYS[n], 0, 4000))
+        engine.leave()
+        assert idle(store) == []
+    os.close(fd)
+
+
+async def test_a_load_goes_past_a_host_that_others_hold(tmp_path: Path) -> None:
+    """Where host has no room, rows are filled from disk all the same; damage there is a miss."""
+    fd, memory = memfd(8, 8192, sealed=False)
+    async with storing(tmp_path, host=MIB, cap=2.0) as store:
+        engine, other = Engine(store, pid=1), Engine(store, "other", pid=2)
+        number = (await engine.open(KEYED)).cache
+        await put_keys(engine, KEYS[:8])
+        await quiet(store)
+        drop_host(store)
+        await other.open(spec())
+        assert (await other.reserve(tokens(*range(1000)), wait_ms=500)).refused == Code.NO_SPACE
+        region = store.register(wire.Register("engine", "rows", 0, 8192, 8), fd, engine.process.peer).region
+        load = wire.Load(region, 0, rows(*range(8)), cache=number, keys=b"".join(KEYS[:8]), wait_ms=200)
+        assert (await engine.call(load)).done == b"\1" * 8
+        for n in range(8):
+            assert np.array_equal(memory[n, :4000], content(KEYS[n], 0, 4000))
+        extents = next(tmp_path.glob("*extents*"))
+        extents.write_bytes(bytes(extents.stat().st_size))
+        assert (await engine.call(load)).done == bytes(8)
+        exists = await engine.call(wire.Exists(number, 0, b"".join(KEYS[:8])))
+        assert exists.states == bytes(8)
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+    os.close(fd)
+
+
+# -- storing and committing at once -------------------------------------------------------------------------
+
+
+async def test_pages_cannot_be_committed_while_a_store_still_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit is refused by name and the pages stay open; after the Store's word they are served whole."""
+    path = tokens(1, 2)
+    fd, memory = memfd(2, 8192, sealed=True)
+    started, go = threading.Event(), threading.Event()
+    real = Region.read
+
+    def delayed(self: Region, row: int, views: list[np.ndarray]) -> None:
+        started.set()
+        go.wait()
+        real(self, row, views)
+
+    monkeypatch.setattr(Region, "read", delayed)
+    async with storing(None) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        region = store.register(wire.Register("engine", "rows", 0, 8192, 2), fd, engine.process.peer).region
+        reserved = await engine.reserve(path)
+        for n in range(2):
+            memory[n, :4000] = content(path[: (n + 1) * 8], 0, 4000)
+        storing_rows = asyncio.ensure_future(
+            engine.call(wire.Store(region, 0, rows(0, 1), reservation=reserved.reservation))
+        )
+        try:
+            await until(started.is_set)
+            with pytest.raises(KvtierError) as caught:
+                await engine.call(wire.Commit(reserved.reservation, 0, 2))
+            assert caught.value.code == Code.BUSY
+            assert (await engine.match(path)).pages == 0
+        finally:
+            go.set()
+        assert (await storing_rows).done == b"\1\1"
+        assert (await engine.call(wire.Commit(reserved.reservation, 0, 2))).published == 2
+        assert await engine.get(path) == 2
+        engine.leave()
+        assert idle(store) == []
+    os.close(fd)
+
+
+# -- durable, key by key -------------------------------------------------------------------------------------------
+
+
+async def test_durable_is_told_of_keys_as_of_pages(tmp_path: Path) -> None:
+    """How many leading keys are on disk, in steps that only grow, up to all of them; also of what another stored."""
+    calls = Failing()
+    async with storing(tmp_path, calls=calls) as store:
+        engine, other = Engine(store, pid=1), Engine(store, "other", pid=2)
+        await engine.open(KEYED)
+        await other.open(KEYED)
+        calls.gate.clear()
+        try:
+            await put_keys(other, KEYS[3:5])
+            reserved = await put_keys(engine, KEYS[:10])
+            await asyncio.sleep(0.02)
+            assert engine.events == []
+        finally:
+            calls.gate.set()
+        await until(lambda: engine.events and engine.events[-1].pages == 10)
+        told = [event.pages for event in engine.events]
+        assert told == sorted(set(told))
+        assert {event.reservation for event in engine.events} == {reserved.reservation}
+        engine.events.clear()
+        again = await put_keys(engine, KEYS[5:12])
+        await until(lambda: engine.events and engine.events[-1].pages == 7)
+        assert {event.reservation for event in engine.events} == {again.reservation}
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_durable_is_not_told_of_keys_that_disk_refused(tmp_path: Path) -> None:
+    """What was told before a failure stays true; nothing is told of the rest."""
+    calls = Failing()
+    async with storing(tmp_path, calls=calls) as store:
+        engine = Engine(store)
+        await engine.open(KEYED)
+        await put_keys(engine, KEYS[:3])
+        await until(lambda: engine.events and engine.events[-1].pages == 3)
+        engine.events.clear()
+        calls.broken = True
+        await put_keys(engine, KEYS[3:6])
+        await until(lambda: not store.parts.persist.pending)
+        await asyncio.sleep(0.02)
+        assert engine.events == []
+        calls.broken = False
+        engine.leave()
+
+
+async def test_an_engine_that_polls_for_keys_is_counted_once_a_request() -> None:
+    """The same question again is no new request, until its keys were read or stored, or more keys are asked for."""
+    async with storing(None) as store:
+        engine = Engine(store)
+        number = (await engine.open(KEYED)).cache
+        counts = store.parts.caches[number].counts
+        await put_keys(engine, KEYS[:3])
+
+        async def ask(*keys: bytes) -> tuple[int, int]:
+            await engine.call(wire.Exists(number, 0, b"".join(keys)))
+            return counts["keys_asked"], counts["keys_hit"]
+
+        assert [await ask(*KEYS[:4]) for _ in range(5)] == [(4, 3)] * 5
+        assert await ask(*KEYS[:2]) == (6, 5)
+        await put_keys(engine, KEYS[3:4])
+        assert [await ask(*KEYS[:4]) for _ in range(3)] == [(10, 9)] * 3
+        lease = await engine.call(wire.AcquireKeys(number, 0, b"".join(KEYS[:4])))
+        await engine.call(wire.Release(lease.lease))
+        assert await ask(*KEYS[:4]) == (14, 13)
+        engine.leave()
+        assert idle(store) == []
+
+
+async def test_a_region_registered_again_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same process only; a transfer that runs on the first ends well, and its memory is let go of then."""
+    fd, memory = memfd(2, 8192, sealed=True)
+    again, fresh = memfd(2, 8192, sealed=True)
+    started, go = threading.Event(), threading.Event()
+    real = Region.write
+
+    def delayed(self: Region, row: int, views: list[np.ndarray]) -> None:
+        started.set()
+        go.wait()
+        real(self, row, views)
+
+    monkeypatch.setattr(Region, "write", delayed)
+    async with storing(None) as store:
+        engine, sibling = Engine(store, pid=1), Engine(store, pid=2)
+        number = (await engine.open(KEYED)).cache
+        await put_keys(engine, KEYS[:2])
+        message = wire.Register("engine", "rows", 0, 8192, 2)
+        first = store.register(message, fd, engine.process.peer).region
+        other = store.register(message, fd, sibling.process.peer).region
+        regions = engine.process.instance.regions
+        old = regions[first]
+        load = wire.Load(first, 0, rows(0, 1), cache=number, keys=KEYS[0] + KEYS[1])
+        loading = asyncio.ensure_future(engine.call(load))
+        try:
+            await until(started.is_set)
+            second = store.register(message, again, engine.process.peer).region
+            assert set(regions) == {other, second}
+        finally:
+            go.set()
+        assert (await loading).done == b"\1\1"
+        assert np.array_equal(memory[1, :4000], content(KEYS[1], 0, 4000))
+        assert old._data is None, "still mapped"
+        with pytest.raises(KvtierError) as caught:
+            await engine.call(load)
+        assert caught.value.code == Code.UNKNOWN
+        assert (await engine.call(msgspec.structs.replace(load, region=second))).done == b"\1\1"
+        assert np.array_equal(fresh[1, :4000], content(KEYS[1], 0, 4000))
+        for _ in range(100):
+            second = store.register(message, again, engine.process.peer).region
+        for each in (engine, sibling):
+            each.leave()
+        assert idle(store) == []
+    os.close(fd)
+    os.close(again)
+
+
+# -- scopes that come and go ----------------------------------------------------------------------------------
+
+
+async def test_scopes_and_shapes_that_nobody_uses_give_their_arenas_back(tmp_path: Path, no_leaks: None) -> None:
+    """However many come and go, no descriptor, mapping or table is left of them; what disk has of them is served."""
+    async with storing(tmp_path) as store:
+        stay = Engine(store, "stay", pid=1)
+        await stay.open(spec())
+        await stay.put(tokens(1, 2))
+        files = len(open_files())
+        for n in range(70):
+            engine = Engine(store, scope=f"s{n}", pid=2)
+            await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (n % 5 + 1)),)))
+            assert await engine.put(tokens(n)) == 1
+            await quiet(store)
+            drop_host(store)
+            engine.leave()
+        assert store.parts.host.scopes == ["uid:0"]
+        assert {pool.total_bytes > 0 for pool in store.parts.host.pools if pool.scope != "uid:0"} == {False}
+        store.parts.host.settle()
+        assert len(open_files()) <= files
+        assert len(Path("/proc/self/maps").read_text().split("memfd:kvtier")) <= 2
+        back = Engine(store, scope="s7", pid=2)
+        await back.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (7 % 5 + 1)),)))
+        assert await back.get(tokens(7)) == 1
+        assert await stay.get(tokens(1, 2)) == 2
+        for each in (back, stay):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_pools_of_shapes_that_nobody_uses_are_forgotten() -> None:
+    """With their last cache they give every slab back and are swept from no table any more."""
+    async with storing(None) as store:
+        for n in range(50):
+            engine = Engine(store)
+            await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096 * (n + 1)),)))
+            await engine.put(tokens(n))
+            await engine.call(wire.Reset(engine.opened.cache))
+            engine.leave()
+        assert store.parts.host.pools == []
+        assert store.parts.host.used_bytes == 0
+        assert not store.parts.space.orders
+        assert store.parts.check() == []
