@@ -192,7 +192,7 @@ class Dashboard:
         return web.json_response(await self._asked(wire.Pin(of, new.ttl_s, new.priority)))
 
     async def _route(self, request: web.Request) -> web.Response:
-        """Hosts for a prompt, the cheapest first. What of a prompt is cached is not for everybody: it takes the token."""
+        """Hosts for a prompt, the cheapest first. What is cached of it is not for everybody: it takes the token."""
         self._demand(request)
         try:
             asked = msgspec.json.decode(await request.read(), type=Asked)

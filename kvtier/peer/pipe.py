@@ -120,6 +120,8 @@ class Pipe:
         except asyncio.CancelledError:
             bulk.shut(self.sock)
             await drained(future)
+            if not future.cancelled():
+                future.exception()  # nobody waits for it, and asyncio would complain
             raise
 
     def close(self) -> None:
