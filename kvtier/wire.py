@@ -221,6 +221,17 @@ class Prefetch(Message):
     handle: int
 
 
+class Push(Message):
+    """Give a peer the request's pages now, and those that follow as they are committed here (prefill and decode apart).
+
+    Replies Ok at once; what the peer has not got after all it computes itself.
+    """
+
+    handle: int
+    to: str
+    """The peer's name in the fleet."""
+
+
 class Order(Message):
     """In which order these requests are best served: longest shared prefix first, but overdue ones before all."""
 
@@ -572,6 +583,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Commit: 22,
     Abort: 23,
     Order: 24,
+    Push: 25,
     Exists: 32,
     AcquireKeys: 33,
     ReserveKeys: 34,

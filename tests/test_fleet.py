@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engineproc import SPEC, path_keys
+from engineproc import HEADS, LAYERS, SPEC, content, path_keys
 from fleetkit import Fleet, Host, free_ports, until, write_secrets
+from kvtier.client import Client
+from kvtier.identity import Slice
 from kvtier.peer.node import LACKS_S
 from kvtier.peer.ring import homes, rungs
 from kvtier.peer.secrets import read
@@ -177,3 +179,39 @@ def reachable(port: int) -> bool:
     """Whether somebody listens there."""
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_decoding_host_sees_and_gets_pages_as_they_are_prefilled_elsewhere(tmp_path: Path) -> None:
+    """Push: pages that two ranks commit on a reach the one process on b, each before the next is computed."""
+    with Fleet(tmp_path, 2, replicas=1) as hosts:
+        paths = [list(range(n, n + 6)) for n in range(1000, 2000, 10)]
+        path = next(p for p in paths if homes_of_path(tmp_path, p) == ["a"])
+        keys, stride = path_keys(path), SPEC.stride
+        ranks = []
+        for rank in range(2):
+            client = Client(hosts["a"].daemon.socket, instance="prefill", timeout_s=10.0)
+            part = Slice(0, LAYERS, rank * HEADS // 2, (rank + 1) * HEADS // 2)
+            ranks.append((client, client.open(SPEC, rank=rank, world=2, slices=(part,)), part))
+        prefill = ranks[0][1].match(keys)
+        prefill.push("b")
+        reserved = prefill.reserve(0, len(path), wait_ms=2000)
+        writers = [(reserved, ranks[0][2]), (ranks[1][1].adopt(reserved.share()), ranks[1][2])]
+        decode = hosts["b"].engine().open(SPEC).match(keys)
+        until(lambda: hosts["b"].count("peer_misses") == 1)
+        for page in range(len(path)):
+            for held, part in writers:
+                cells = np.ascontiguousarray(content(keys[: (page + 1) * stride])[:, part.h0 : part.h1])
+                held.write(0, page, cells.reshape(-1))
+                held.commit(page, 1)
+            until(lambda page=page: decode.extend().pages == page + 1)
+        assert hosts["b"].count("pages_taken_peer") == len(path)
+        assert hosts["b"].count("peer_hits") == 0, "nothing was asked for: it was all pushed"
+        assert hosts["b"].get(path) == len(path)
+        for client, *_ in ranks:
+            client.close()
+
+
+def homes_of_path(home: Path, path: list[int]) -> list[str]:
+    """The home (R=1) of a prompt in a fleet of a and b."""
+    shared = read(home / "secrets").shared(SPEC, f"uid:{os.getuid()}", 0)
+    return homes(["a", "b"], rungs(shared, path_keys(path))[-1].key, 1)

@@ -203,11 +203,29 @@ class KeyPath:
         """Bring matched pages to host."""
         yield from self._asking(wire.Prefetch, wire.Ok)
 
+    def _pushing(self, to: str) -> Steps[None]:
+        """Give a peer the pages of the path."""
+        yield from self._asking(lambda handle: wire.Push(handle, to), wire.Ok)
+
     def _closing(self) -> Steps[None]:
         """Drop the handle."""
         handle, self._handle = self._handle, 0
         if handle and self._joined is not None and self._joined.alive:
             yield Post(self._joined, wire.Forget(handle))
+
+
+def ordering(paths: Sequence[KeyPath], waited_ms: Sequence[int], bound_ms: int) -> Steps[list[int]]:
+    """Positions of the paths in the order to serve them."""
+    joined: Joined | None = None
+    handles: list[int] = []
+    for path in paths:
+        joined, handle = yield from path._handled()  # noqa: SLF001 - one idea in two places
+        handles.append(handle)
+    if joined is None:
+        return []
+    reply = yield Call(joined, wire.Order(tuple(handles), tuple(waited_ms), bound_ms), wire.Ordered)
+    at = {handle: n for n, handle in enumerate(handles)}
+    return [at[handle] for handle in cast("wire.Ordered", reply).handles]
 
 
 def pinging() -> Steps[bool]:

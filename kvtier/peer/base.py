@@ -92,6 +92,9 @@ class PeerTier(Protocol):
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """Peers with more than `have` pages of the path, most first; asks its homes side by side, for one deadline."""
 
+    def known(self, node: str) -> bool:
+        """Whether that is a peer's name."""
+
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """(peer, leading pages) that should be pushed of a path that was computed here."""
 

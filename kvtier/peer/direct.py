@@ -152,6 +152,10 @@ class Direct:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
+    def known(self, node: str) -> bool:
+        """See PeerTier."""
+        return node in self._nodes
+
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """See PeerTier: other hosts only. A home on several rungs is named once, with the most pages."""
         found: dict[str, int] = {}

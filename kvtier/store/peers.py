@@ -24,10 +24,12 @@ from kvtier.store.instance import Instance, Path, Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.store.tokens import Tokens
-from kvtier.types import NO_COPY, KvtierError, Tier
+from kvtier.types import NO_COPY, KvtierError, Tier, bad
 
 MAX_ASKING: Final = 256
 """Prompts for which peers are asked at a time; more are misses."""
+MAX_WISHES: Final = 1024
+"""Requests whose pages a certain peer is to get; the oldest are forgotten."""
 MAX_QUEUED: Final = 4096
 """Nodes that wait to be pushed; more are not pushed."""
 PUSHERS: Final = 2
@@ -102,6 +104,8 @@ class Peers:
         self._asking: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._queue: dict[tuple[Cache, Node], int] = {}
         """What waits to be pushed: the path to the node, up to a page."""
+        self._wishes: dict[tuple[Cache, bytes, str], None] = {}
+        """Paths whose pages a peer is to get as they are committed."""
         self._queued = asyncio.Event()
         self._pushers: list[asyncio.Task[None]] = []
         self._pushing = 0
@@ -221,6 +225,18 @@ class Peers:
         self._queue[key] = max(end, self._queue.get(key, 0))
         self._queued.set()
 
+    def wish(self, cache: Cache, keys: bytes, to: str) -> None:
+        """Give a peer what is here of a path, and the rest as it is committed. Raises bad_request for no peer."""
+        if not self.tier.known(to):
+            raise bad("to", "a peer's name", to)
+        self._wishes.pop((cache, keys, to), None)
+        self._wishes[cache, keys, to] = None
+        while len(self._wishes) > MAX_WISHES:
+            self._wishes.pop(next(iter(self._wishes)))
+        node, end = cache.radix.deepest(keys)
+        if end:
+            self.offer(cache, cache.radix.ending_at(node, end), end)
+
     @property
     def busy(self) -> bool:
         """Whether some prompt is being asked for or pushed."""
@@ -259,7 +275,7 @@ class Peers:
         cache.index.lease(node)
         try:
             keys = path_keys(cache, node)[: end * cache.index.stride]
-            for home, pages in self.tier.homes(shared, keys):
+            for home, pages in self._receivers(cache, shared, keys):
                 part = keys[: pages * cache.index.stride]
                 sink = await self.tier.offer(home, shared, part, _spare(cache, node, pages))
                 if sink is None:
@@ -269,6 +285,14 @@ class Peers:
                     await self._feed(cache, node, sink, pages)
         finally:
             self.parts.unlease(cache, node)
+
+    def _receivers(self, cache: Cache, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
+        """(peer, leading pages): who waits for the path first, then its homes."""
+        pages = len(keys) // cache.index.stride
+        found = {to: pages for of, wanted, to in self._wishes if of is cache and _continues(wanted, keys)}
+        for home, most in self.tier.homes(shared, keys):
+            found.setdefault(home, most)
+        return list(found.items())
 
     async def _feed(self, cache: Cache, node: Node, sink: Sink, pages: int) -> None:
         """Send what a home wants as long as host has it."""
@@ -307,6 +331,11 @@ def lend(cache: Cache, node: Node, items: list[tuple[int, int]]) -> tuple[list[P
 def path_keys(cache: Cache, node: Node) -> bytes:
     """Page keys of the path to a node, as the tree has them."""
     return b"".join(each.edge for each in cache.index.path(node))
+
+
+def _continues(a: bytes, b: bytes) -> bool:
+    """Whether one path is the beginning of the other."""
+    return a.startswith(b) if len(a) > len(b) else b.startswith(a)
 
 
 def _packed(pages: list[int]) -> bytes:

@@ -73,6 +73,7 @@ class Store:
             wire.Release: self.tokens.release,
             wire.Forget: self.tokens.forget,
             wire.Order: self.tokens.order,
+            wire.Push: self.push,
             wire.Prefetch: self.tokens.prefetch,
             wire.Reserve: self.tokens.reserve,
             wire.Commit: self.commits.commit,
@@ -268,6 +269,16 @@ class Store:
         process.instance.inherit(old.number, cache.number)
         self.parts.prune()
         return self._opened(process, cache)
+
+    def push(self, process: Process, msg: wire.Push) -> wire.Ok:
+        """Give a peer a request's pages, as they are committed; raises bad_request, unknown."""
+        path = process.instance.path(msg.handle)
+        if path.cache.spec.keyed:
+            raise bad("handle", "a request of a token cache", msg.handle)
+        if self.parts.peers is None:
+            raise KvtierError(Code.UNKNOWN, "this daemon has no peers", "to")
+        self.parts.peers.wish(path.cache, path.keys, msg.to)
+        return wire.Ok()
 
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
         """Wait until what was committed is durable; raises no_space or io where it is not."""
