@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from kvtier.fleet import Peers
+from kvtier.fleet import Events, Peers
 from kvtier.paths import admin_path, socket_path, state_path
 from kvtier.types import bad
 
@@ -83,6 +83,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     caps: Caps = Caps()
     http: Http = Http()
     peers: Peers = Peers()
+    events: Events = Events()
     drain_s: float = 10.0
     """Seconds within which the daemon ends after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -118,6 +119,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not 0 <= self.http.port < 1 << 16:
             raise bad("http.port", "0..65535", self.http.port)
         self.peers.check()
+        self.events.check()
         if not 0 <= self.drain_s <= 3600:
             raise bad("drain_s", "0..3600 seconds", self.drain_s)
 

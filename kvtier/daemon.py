@@ -22,7 +22,7 @@ import uvloop
 from kvtier import __version__
 from kvtier.companions import Companions, notify, passed_sockets
 from kvtier.config import Config, flag, load, settings, variable
-from kvtier.fleet import join
+from kvtier.fleet import announce, join
 from kvtier.limits import check_budget, default_budget
 from kvtier.live import Live
 from kvtier.server import Limits, Server
@@ -68,6 +68,7 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     lock = PathLock(config.engine_socket)  # first, so that a second daemon touches nothing of the first one's
     store = build_store(config, loop)
     home = join(store, config.peers)
+    hush = announce(store, config.events)
     store.start().add_done_callback(lambda task: _loaded(task, stop))
     limits = Limits(connections=config.caps.connections)
     server = Server(store, config.engine_socket, config.admin_socket, limits, lock, passed_sockets())
@@ -84,6 +85,8 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     _log.info("serving %s, operators at %s", config.engine_socket, config.admin_socket)
     await stop.wait()
     await _drain(live.config, server, store, companions, home)
+    if hush is not None:
+        hush()
 
 
 def _loaded(task: asyncio.Task[None], stop: asyncio.Event) -> None:

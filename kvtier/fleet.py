@@ -1,19 +1,21 @@
-"""Puts a daemon into a fleet, where its settings name one: peers to ask, and the port that they ask on."""
+"""Puts a daemon into a fleet, where its settings say so: peers to ask, the port they ask on, events for routers."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from kvtier.events.feed import Feed
 from kvtier.peer.direct import Direct
 from kvtier.peer.secrets import read
 from kvtier.server.home import Home
 from kvtier.store import Store
-from kvtier.types import bad
+from kvtier.types import Code, KvtierError, bad
 
 MAX_NODES: Final = 1024
 _log = logging.getLogger("kvtier.peer")
@@ -51,6 +53,58 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("peers.replicas", "1..16", self.replicas)
         if not 1 <= self.deadline_ms <= 60_000:
             raise bad("peers.deadline_ms", "1..60000", self.deadline_ms)
+
+
+class Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV events for routers, in vLLM's format over ZMQ (extra `events`)."""
+
+    publish: str = ""
+    """Where they are published, such as tcp://127.0.0.1:5557; this host only, for nothing guards it. Empty: nowhere."""
+    replay: str = ""
+    """Where missed ones can be asked for, such as tcp://127.0.0.1:5558."""
+    model: str = ""
+    """Announce only caches of this model; empty: all. Caches with a salt or an adapter are never announced."""
+
+    def check(self) -> None:
+        """Raise bad_request naming the first setting that cannot be served."""
+        for field, text in (("events.publish", self.publish), ("events.replay", self.replay)):
+            if text and not text.startswith(("tcp://127.0.0.1:", "tcp://[::1]:", "ipc://")):
+                raise bad(field, "tcp://127.0.0.1:port or ipc://path", text)
+        if self.replay and not self.publish:
+            raise bad("events.publish", "an endpoint, where there is one for replays")
+
+
+def announce(store: Store, config: Events) -> Callable[[], None] | None:
+    """Announce what is cached from now on, before the store starts; what ends it. None where nothing is published.
+
+    Raises KvtierError where pyzmq is missing or an endpoint cannot be had.
+    """
+    if not config.publish:
+        return None
+    try:
+        import zmq  # noqa: PLC0415 - an extra
+
+        from kvtier.events.publish import Publisher  # noqa: PLC0415
+    except ImportError:
+        raise bad("events.publish", "an environment with pyzmq (pip install 'kvtier[events]')") from None
+    loop = asyncio.get_running_loop()
+
+    def again() -> None:
+        loop.call_soon_threadsafe(feed.announce)
+
+    try:
+        sender = Publisher(config.publish, config.replay, again)
+    except zmq.ZMQError as exc:
+        raise KvtierError(Code.IO, f"{config.publish}, {config.replay}: {exc}", "events") from None
+    feed = Feed(sender.send, config.model)
+    feed.announce()
+    store.parts.feed = feed
+
+    def end() -> None:
+        feed.flush()
+        sender.close()
+
+    return end
 
 
 def nodes_of(text: str) -> Mapping[str, tuple[str, int]]:

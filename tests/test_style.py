@@ -21,7 +21,7 @@ LAYERS = (
     {"index", "policy", "route", "wire", "sizing", "codec"},
     {"tiers", "device", "handshake"},
     {"mover"},
-    {"peer"},
+    {"peer", "events"},
     {"store"},
     {"server"},
     {"daemon"},

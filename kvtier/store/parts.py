@@ -28,6 +28,7 @@ from kvtier.tiers.records import Run
 from kvtier.types import Code, KvtierError, Tier, bad
 
 if TYPE_CHECKING:
+    from kvtier.events.feed import Feed
     from kvtier.store.peers import Peers
 
 SLICE_S = 1e-3
@@ -51,6 +52,8 @@ class Parts:
         self.persist = Persist(disk, self.ways)
         self.space = Space(host, self.persist, self.mover, self.ways)
         self.loads = Loads(disk, self.mover, self.space, self.counts)
+        self.feed: Feed | None = None
+        """Announces what is cached, where somebody is to hear it."""
         self.peers: Peers | None = None
         """Other hosts, where some are configured."""
         self.caches: dict[int, Cache] = {}
@@ -96,6 +99,8 @@ class Parts:
         self.caches[cache.number] = self.ids[cache.id] = cache
         self.space.caches[cache.index] = self.persist.caches[cache.index] = cache
         self.epochs[cache.base] = max(epoch, self.epochs.get(cache.base, 0))
+        if self.feed is not None and self.feed.tells(spec):
+            self.feed.follow(cache.index)
         return cache
 
     def opened(self, process: Process, number: int) -> Cache:
@@ -144,6 +149,8 @@ class Parts:
                 del self.caches[cache.number], self.ids[cache.id]
                 del self.space.caches[index], self.persist.caches[index]
                 self.persist.evictions.forget(index)
+                if self.feed is not None:
+                    self.feed.drop(index)
         scopes = {instance.scope for instance in self.instances.values()}
         self.space.forget(self.host.idle({cache.pool for cache in self.caches.values()}, scopes))
         known = {cache.base for cache in self.caches.values()}
