@@ -22,7 +22,7 @@ from kvtier.peer.items import picks_of
 from kvtier.peer.secrets import read
 from kvtier.server.home import Home
 from kvtier.store import Store
-from kvtier.types import Tier
+from kvtier.types import Presence, Tier
 from storekit import quiet, storing, until
 
 SPEC = spec()
@@ -220,3 +220,66 @@ async def test_windows_and_states_come_with_the_boundary_that_needs_them(tmp_pat
         await until(lambda: not near.parts.peers.busy)
         assert idle(near) == []
         near.parts.peers = None  # the tier is closed by whoever made it
+
+
+KEYED = spec(key_bytes=16)
+
+
+def keys_of(*numbers: int) -> bytes:
+    """Opaque keys."""
+    return b"".join(n.to_bytes(16, "little") for n in numbers)
+
+
+async def stored_keys(engine: Engine, keys: bytes) -> None:
+    """An engine stores keys."""
+    reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, keys))
+    engine.write(keys, reserved)
+    await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
+
+
+@TIERS
+async def test_keys_are_found_by_their_homes_and_fetched_by_position(tmp_path: Path, tier) -> None:
+    """Holders names the peers that have a key, source fetches those that are wanted of a list of keys."""
+    async with tier(tmp_path, cache=KEYED) as pair:
+        engine = Engine(pair.far)
+        await engine.open(KEYED)
+        await stored_keys(engine, keys_of(1, 2, 3))
+        engine.leave()
+        asked = [keys_of(n) for n in (3, 4, 1)]
+        assert await pair.tier.holders(pair.shared, 0, asked) == {keys_of(3): ["far"], keys_of(1): ["far"]}
+        source = await pair.tier.source("far", pair.shared, 0, keys_of(3, 4, 1))
+        places = [Place(0, at, [np.zeros(SIZE, np.uint8)]) for at in (2, 0)]
+        assert None not in await source.fetch(places)
+        source.close()
+        for place, n in zip(places, (1, 3), strict=True):
+            assert np.array_equal(place.views[0], content(keys_of(n), 0, SIZE))
+
+
+@TIERS
+async def test_engines_see_and_get_keys_of_peers_and_push_their_own(tmp_path: Path, tier) -> None:
+    """Exists says pending while peers are asked, then peer or miss; acquire brings the bytes; new keys are pushed."""
+    async with tier(tmp_path, cache=KEYED) as pair, storing(None) as near:
+        engine = Engine(pair.far)
+        await engine.open(KEYED)
+        await stored_keys(engine, keys_of(1, 2, 3))
+        near.join_fleet(pair.tier)
+        near.parts.peers.start()
+        mine = Engine(near)
+        await mine.open(KEYED)
+        exists = wire.Exists(mine.opened.cache, 0, keys_of(1, 2, 9))
+        assert (await mine.call(exists)).states == bytes([Presence.PENDING] * 3)
+        await until(lambda: not near.parts.peers.busy)
+        assert (await mine.call(exists)).states == bytes([Presence.PEER, Presence.PEER, Presence.MISS])
+        got = await mine.call(wire.AcquireKeys(mine.opened.cache, 0, keys_of(1, 2, 9)))
+        assert np.frombuffer(got.items[0].offsets, "<i8").tolist()[2] == -1
+        mine.verify(keys_of(1, 2, 9), got.items[0])
+        assert (await mine.call(exists)).states[:2] == bytes([Presence.HOST] * 2)
+        await mine.call(wire.Release(got.lease))
+        await stored_keys(mine, keys_of(20, 21))
+        await until(lambda: not near.parts.peers.busy)
+        pushed = await engine.call(wire.AcquireKeys(engine.opened.cache, 0, keys_of(20, 21)))
+        engine.verify(keys_of(20, 21), pushed.items[0])
+        await engine.call(wire.Release(pushed.lease))
+        engine.leave()
+        mine.leave()
+        assert idle(near) == []

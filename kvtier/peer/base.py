@@ -92,14 +92,31 @@ class PeerTier(Protocol):
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """Peers with more than `have` pages of the path, most first; asks its homes side by side, for one deadline."""
 
+    def answers(self) -> bool:
+        """Whether any peer is up."""
+
+    async def holders(self, shared: Shared, group: int, keys: list[bytes]) -> dict[bytes, list[str]]:
+        """Keyed caches: which homes have each key, those that say so within one deadline."""
+
+    async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:
+        """Keyed caches: that peer for these (concatenated) keys, whose positions are the pages; None where it fails."""
+
+    def key_homes(self, shared: Shared, group: int, key: bytes) -> list[str]:
+        """Keyed caches: peers that a key should be pushed to."""
+
     def known(self, node: str) -> bool:
         """Whether that is a peer's name."""
 
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """(peer, leading pages) that should be pushed of a path that was computed here."""
 
-    async def offer(self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...]) -> Sink | None:
-        """Tell a home of a path; `spare`: which items of window and state groups this host has. None: it refuses."""
+    async def offer(
+        self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
+    ) -> Sink | None:
+        """Tell a home of a path; `spare`: which items of window and state groups this host has. None: it refuses.
+
+        Keyed caches: of keys of `group`, whose positions are the pages.
+        """
 
     @property
     def name(self) -> str:

@@ -66,8 +66,8 @@ class Direct:
             node.start()
 
     def shared(self, spec: CacheSpec, scope: str, epoch: int) -> Shared | None:
-        """The cache as peers know it; None where it is not shared. Keyed caches are not."""
-        return None if spec.keyed else self._secrets.shared(spec, scope, epoch)
+        """The cache as peers know it; None where it is not shared."""
+        return self._secrets.shared(spec, scope, epoch)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -150,6 +150,50 @@ class Direct:
         else:
             raise exc
 
+    # -- keys ------------------------------------------------------------------------------------------------------
+
+    def answers(self) -> bool:
+        """See PeerTier."""
+        return any(node.up for node in self._nodes.values())
+
+    def key_homes(self, shared: Shared, group: int, key: bytes) -> list[str]:
+        """See PeerTier."""
+        found = ring.homes(self._names, ring.key_name(shared, group, key), self._replicas)
+        return [name for name in found if name != self.name]
+
+    async def holders(self, shared: Shared, group: int, keys: list[bytes]) -> dict[bytes, list[str]]:
+        """See PeerTier."""
+        asked: dict[str, list[bytes]] = {}
+        for key in keys:
+            for name in self.key_homes(shared, group, key):
+                if self._nodes[name].up:
+                    asked.setdefault(name, []).append(key)
+        replies = await asyncio.gather(*(self._have(name, shared, group, mine) for name, mine in asked.items()))
+        found: dict[bytes, list[str]] = {}
+        for (name, mine), have in zip(asked.items(), replies, strict=True):
+            for key, there in zip(mine, have, strict=False):
+                if there:
+                    found.setdefault(key, []).append(name)
+        return found
+
+    async def _have(self, name: str, shared: Shared, group: int, keys: list[bytes]) -> bytes:
+        """A byte per key; none where the peer does not say in time."""
+        self.counts["peer_asked"] += 1
+        message = frames.Have(shared.id, group, b"".join(keys))
+        answer = await self._ask(self._nodes[name], shared, message, frames.Has)
+        if answer is None:
+            return b""
+        self._nodes[name].give(answer[0], good=len(answer[1].have) == len(keys))
+        return answer[1].have if len(answer[1].have) == len(keys) else b""
+
+    async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:
+        """See PeerTier."""
+        peer = self._nodes[node]
+        answer = await self._ask(peer, shared, frames.Have(shared.id, group, keys), frames.Has) if peer.up else None
+        if answer is None:
+            return None
+        return DirectSource(self, peer, answer[0], shared, keys, len(keys) // shared.spec.stride)
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def known(self, node: str) -> bool:
@@ -165,10 +209,13 @@ class Direct:
                     found.setdefault(name, rung.pages)
         return list(found.items())
 
-    async def offer(self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...]) -> Sink | None:
+    async def offer(
+        self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
+    ) -> Sink | None:
         """See PeerTier."""
         peer = self._nodes[node]
-        answer = await self._ask(peer, shared, frames.Offer(shared.id, keys, spare), frames.Wanted) if peer.up else None
+        offer = frames.Offer(shared.id, keys, spare, group)
+        answer = await self._ask(peer, shared, offer, frames.Wanted) if peer.up else None
         if answer is None:
             return None
         pipe, wanted = answer

@@ -114,6 +114,8 @@ class Offer(Message, tag=11):
     cache: bytes
     keys: bytes
     spare: tuple[Pick, ...] = ()
+    group: int = 0
+    """Of a keyed cache's keys."""
 
 
 class More(Message, tag=12):
@@ -130,6 +132,20 @@ class Stored(Message, tag=14):
     """Pages that are served now of those that the Load brought."""
 
     pages: int
+
+
+class Have(Message, tag=17):
+    """Which keys of a keyed cache are there; the connection keeps them, and Fetch names them by position."""
+
+    cache: bytes
+    group: int
+    keys: bytes
+
+
+class Has(Message, tag=18):
+    """A byte per key: 1 where it can be fetched."""
+
+    have: bytes
 
 
 class Weigh(Message, tag=15):
@@ -167,6 +183,8 @@ Any = (
     | Stored
     | Weigh
     | Weighed
+    | Have
+    | Has
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Any, strict=True)

@@ -40,6 +40,11 @@ def rungs(shared: Shared, keys: bytes) -> list[Rung]:
     return out
 
 
+def key_name(shared: Shared, group: int, key: bytes) -> bytes:
+    """Names a key of a keyed cache."""
+    return _key(shared, bytes((group,)) + key)
+
+
 def _key(shared: Shared, prefix: bytes) -> bytes:
     """Names a beginning of prompts of one cache."""
     return xxhash.xxh3_128_digest(shared.id + prefix)

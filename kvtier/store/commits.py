@@ -114,6 +114,8 @@ class Commits:
         if res.cache.spec.keyed:
             for at in res.publish_keys(positions, now):
                 self.parts.persist.offer(res.cache, res.nodes[at], 0, 1)
+                if self.parts.peers is not None and not res.instance.guest:
+                    self.parts.peers.offer(res.cache, res.nodes[at], 1)
             watch_keys(self.parts.persist, res)
             return
         first, end = res.publish(now)

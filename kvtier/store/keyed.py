@@ -42,6 +42,9 @@ class Keys:
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
         if names and process.instance.polls.first(cache.number, names, self.parts.now()):
             self._count(cache, states)
+        peers = self.parts.peers
+        if peers is not None and Presence.MISS in states and (shared := peers.shared(cache)) is not None:
+            states = peers.keys.look(cache, shared, names, states)
         return Existence(states)
 
     def _count(self, cache: Cache, states: bytes) -> None:
@@ -61,11 +64,33 @@ class Keys:
         if not self.parts.host.budget_bytes:  # nothing can be where an engine could read it
             nowhere: list[Node | None] = [None] * len(names)
             return self._grant(process.instance, Lease(cache, [], len(names), 0, msg.group), nowhere)
-        lease, nodes = self.hold(process.instance, cache, names, msg.group)
-        if not self.missing(cache, nodes, msg.group):
-            return self._grant(process.instance, lease, nodes)
-        self.drop(process.instance, lease)  # a coroutine that is cancelled before it begins could not give it back
-        return self._load(process.instance, cache, names, msg.group, deadline)
+        peers = self.parts.peers
+        if peers is not None and (away := peers.keys.wanted(cache, names)):
+            return self._acquire_away(process.instance, cache, names, away, deadline)
+        return self._acquire(process.instance, cache, names, msg.group, deadline)
+
+    async def _acquire_away(
+        self, instance: Instance, cache: Cache, names: list[bytes], away: dict[str, list[bytes]], deadline: float
+    ) -> Acquired:
+        """Let peers' keys come first. Every name has its group in front."""
+        peers = self.parts.peers
+        shared = None if peers is None else peers.shared(cache)
+        if peers is not None and shared is not None:
+            await peers.keys.bring(cache, shared, away, deadline)
+        if instance.gone:
+            return Acquired(0, 0)
+        reply = self._acquire(instance, cache, names, names[0][0], deadline)
+        return reply if isinstance(reply, Acquired) else await reply
+
+    def _acquire(
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+    ) -> Acquired | Awaitable[Acquired]:
+        """Lease what is here now."""
+        lease, nodes = self.hold(instance, cache, names, group)
+        if not self.missing(cache, nodes, group):
+            return self._grant(instance, lease, nodes)
+        self.drop(instance, lease)  # a coroutine that is cancelled before it begins could not give it back
+        return self._load(instance, cache, names, group, deadline)
 
     def hold(self, instance: Instance, cache: Cache, names: list[bytes], group: int) -> tuple[Lease, list[Node | None]]:
         """Lease what is there of the keys, touching the deepest first so that the root is the warmest.

@@ -21,6 +21,8 @@ from kvtier.peer.items import chunk_pages, items_of, picks_of
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.instance import Instance, Path, Process
+from kvtier.store.keyed import Keys
+from kvtier.store.keypeers import KeyPeers
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.store.tokens import Tokens
@@ -72,13 +74,24 @@ class Guest(Instance):
             self.forget(number)
         return self.reservations.get(got.reservation)
 
+    async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Reservation | None:
+        """Slots for those of the (concatenated) keys that are not here; None where there are none, or no room."""
+        self.process.ranks.setdefault(cache.number, self.join_shard(cache, wire.Open(cache.spec)))
+        reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
+        got = await reply if inspect.isawaitable(reply) else reply
+        return self.reservations.get(got.reservation)
+
     def commit(self, commits: Commits, res: Reservation, sums: dict[tuple[int, int], int]) -> int:
-        """Serve positions all of whose items have a checksum, up to the first that lacks one; the rest goes back."""
-        missing = [at for g, at, _ in res.items(list(range(res.pages))) if (g, at) not in sums]
-        good = min(missing, default=res.pages)
+        """Serve positions all of whose items have a checksum (of a path, up to the first that lacks one).
+
+        The rest goes back. Returns how many are served.
+        """
+        missing = {at for g, at, _ in res.items(list(range(res.pages))) if (g, at) not in sums}
+        last = res.pages if res.cache.spec.keyed else min(missing, default=res.pages)
+        good = [at for at in range(last) if at not in missing]
         before = res.published
         if good:
-            reply = commits.complete(res, res.mark(self.process, 0, good), sums)
+            reply = commits.complete(res, [p for at in good for p in res.mark(self.process, at, 1)], sums)
             assert not inspect.isawaitable(reply), "every item has its checksum"
         if not res.over:
             commits.abort(self.process, wire.Abort(res.number))
@@ -94,13 +107,16 @@ class Guest(Instance):
 class Peers:
     """Between the store and a peer tier. Owned by the loop thread."""
 
-    def __init__(self, parts: Parts, tokens: Tokens, commits: Commits, tier: PeerTier, cap_bytes: int) -> None:
+    def __init__(
+        self, parts: Parts, tokens: Tokens, keys: Keys, commits: Commits, tier: PeerTier, cap_bytes: int
+    ) -> None:
         self.parts = parts
         self.tier = tier
         self.counts = parts.counts
         self._tokens = tokens
         self._commits = commits
         self._guest = Guest(parts, "peers", cap_bytes)
+        self.keys = KeyPeers(tier, keys, commits, self._guest)
         self._asking: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self._queue: dict[tuple[Cache, Node], int] = {}
         """What waits to be pushed: the path to the node, up to a page."""
@@ -118,7 +134,7 @@ class Peers:
 
     async def close(self) -> None:
         """Ask nobody and push nothing any more."""
-        tasks = [*self._pushers, *self._asking.values()]
+        tasks = [*self._pushers, *self._asking.values(), *self.keys.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -216,7 +232,7 @@ class Peers:
 
     def offer(self, cache: Cache, node: Node, end: int) -> None:
         """Push the path to `node`, up to page `end`, to its homes. Never waits; over the bound it is dropped."""
-        if cache.spec.keyed or self.shared(cache) is None:
+        if self.shared(cache) is None:
             return
         key = cache, node
         if len(self._queue) >= MAX_QUEUED and key not in self._queue:
@@ -240,7 +256,7 @@ class Peers:
     @property
     def busy(self) -> bool:
         """Whether some prompt is being asked for or pushed."""
-        return bool(self._asking) or self.unpushed > 0
+        return bool(self._asking or self.keys.tasks) or self.unpushed > 0
 
     @property
     def unpushed(self) -> int:
@@ -257,7 +273,7 @@ class Peers:
             end = self._queue.pop(key)
             self._pushing += 1
             try:
-                await self._push(cache, node, end)
+                await (self._push_keys(cache, node) if cache.spec.keyed else self._push(cache, node, end))
             except (KvtierError, OSError, EOFError) as exc:
                 self.counts["peer_push_failed"] += 1
                 _log.warning("a push failed: %r", exc)
@@ -265,6 +281,19 @@ class Peers:
                 _log.exception("a push failed")
             finally:
                 self._pushing -= 1
+
+    async def _push_keys(self, cache: Cache, node: Node) -> None:
+        """Give keys of one group to their homes: this one, and others that wait."""
+        same = [key for key in self._queue if key[0] is cache and key[1].edge[0] == node.edge[0]][: wire.MAX_KEYS - 1]
+        for key in same:
+            del self._queue[key]
+        shared = self.shared(cache)
+        nodes = [each for each in (node, *(key[1] for key in same)) if not each.dead and each.live]
+        self.counts["peer_push_dropped_gone"] += 1 + len(same) - len(nodes)
+        if nodes and shared is not None:
+            taken = await self.keys.push(cache, shared, nodes)
+            self.counts["pages_pushed_peer"] += taken
+            self.counts["bytes_host_to_peer"] += taken * cache.item_bytes[node.edge[0]]
 
     async def _push(self, cache: Cache, node: Node, end: int) -> None:
         """Give every home what it lacks of a path."""

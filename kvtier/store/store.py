@@ -116,7 +116,7 @@ class Store:
 
     def join_fleet(self, tier: PeerTier) -> None:
         """Bring pages from other hosts and push to them; before `start`."""
-        self.parts.peers = Peers(self.parts, self.tokens, self.commits, tier, self.cap_bytes)
+        self.parts.peers = Peers(self.parts, self.tokens, self.keys, self.commits, tier, self.cap_bytes)
 
     def cap(self, share: float) -> None:
         """The share of host that an instance may hold, from now on; what is held beyond it stays."""
