@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
@@ -182,7 +182,10 @@ def _build(merged: Mapping[str, Any]) -> Config:
         config = msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as exc:
         what, _, where = str(exc).partition(" - at `$.")
-        raise bad(where.rstrip("`") or "settings", what.removeprefix("Expected ")) from None
+        name = where.rstrip("`")
+        if allowed := get_args(names.get(name)):
+            raise bad(name, f"one of {', '.join(allowed)}", merged.get(name)) from None
+        raise bad(name or "settings", what.removeprefix("Expected ")) from None
     config.check()
     return config
 

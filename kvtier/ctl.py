@@ -11,10 +11,10 @@ from typing import Final
 import click
 
 from kvtier import __version__
-from kvtier.control.call import Call, Data, verb
+from kvtier.control.call import Call, Data, Group, verb
 
 
-class Lazy(click.Group):
+class Lazy(Group):
     """Adds groups of other modules without importing them before they are used."""
 
     more: Final = {
@@ -31,6 +31,7 @@ class Lazy(click.Group):
         "prefetch": ("kvtier.control.prompts", "prefetch", "Bring a prompt to host."),
         "probe": ("kvtier.sizing.cli", "probe", "Measure this host's links for `size`."),
         "purge": ("kvtier.control.whole", "purge", "Empty all caches of a scope, an adapter or a tenant."),
+        "requests": ("kvtier.control.prompts", "requests", "List recent requests by their ids."),
         "replay": ("kvtier.replay.cli", "replay", "Replay a request trace through the store."),
         "route": ("kvtier.control.route", "route", "Which host a prompt is cheapest on."),
         "set": ("kvtier.control.settings", "set_", "Show or change live settings."),
@@ -111,17 +112,24 @@ def ping(call: Call, show: bool, count: int) -> Data:
 
 
 @main.command()
+@click.option("--wait", "wait_s", default=600.0, show_default=True, help="Seconds to wait.")
 @verb
-def check(call: Call, show: bool) -> Data:
-    """Run the daemon's invariants now; exit code 1 when one is broken."""
-    from kvtier import wire  # noqa: PLC0415
+def check(call: Call, show: bool, wait_s: float) -> Data:
+    """Check the daemon's invariants now; exit code 1 when one is broken.
 
-    data = call.info(wire.Check())
-    broken = data.get("broken") or []
+    It is done in slices: engines go on being served.
+    """
+    from kvtier import wire  # noqa: PLC0415
+    from kvtier.control.progress import ask_long  # noqa: PLC0415
+
+    data: Data = ask_long(call, wire.Check(), wire.Info, lambda _: 0, wait_s).data
+    broken = data["broken"]
     if show:
         for line in broken:
             click.echo(line)
         click.echo(f"{len(broken)} broken" if broken else "ok")
+        if data.get("changed"):
+            click.echo(f"in use meanwhile, so that totals were not compared: {', '.join(data['changed'])}")
     return {**data, "healthy": not broken}
 
 

@@ -23,10 +23,10 @@ class Limit(NamedTuple):
     source: str
 
 
-def _cgroup_files(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Files that may limit this process: its own cgroup's and all above it, versions 1 and 2."""
+def _cgroup_files(proc: Path, cgroups: Path, pid: str) -> Iterator[Path]:
+    """Files that may limit a process: its own cgroup's and all above it, versions 1 and 2."""
     try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
+        lines = (proc / pid / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -52,12 +52,12 @@ def _number(file: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def smallest_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> Limit:
-    """The tightest of the host's memory and the limits of this process's cgroups. Raises OSError without meminfo."""
+def smallest_limit(proc: Path = PROC, cgroups: Path = CGROUPS, pid: str = "self") -> Limit:
+    """The tightest of the host's memory and the limits of a process's cgroups. Raises OSError without meminfo."""
     file = proc / "meminfo"
     total = next(int(line.split()[1]) << 10 for line in file.read_text().splitlines() if line.startswith("MemTotal:"))
     found = Limit(total, str(file))
-    for file in _cgroup_files(proc, cgroups):
+    for file in _cgroup_files(proc, cgroups, pid):
         value = _number(file)
         if value is not None and value < found.bytes:
             found = Limit(value, str(file))

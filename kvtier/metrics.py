@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -86,12 +87,13 @@ METRICS: Final = (
           "", lambda d: {"": _ratio(_hit_tokens(d), d["counters"].get("tokens_asked", 0))}),
     Shown("kvtier_matched_prefix_tokens", G, "Average matched prefix in tokens since the start.",
           "", lambda d: {"": _ratio(_hit_tokens(d), d["counters"].get("requests", 0))}),
-    Shown("kvtier_eviction_batches", C, "Times that pages left a tier for want of room; evicted pages over this is the "
-          "size of a batch.", "tier", _by("evictions_")),
     Shown("kvtier_evicted_pages", C, "Pages that left a tier for want of room.", "tier", _by("pages_evicted_")),
     Shown("kvtier_lost_unsaved_pages", C, "Pages evicted from host that no disk had taken.", "",
           _count("pages_lost_unsaved")),
     Shown("kvtier_moved_bytes", C, "Bytes moved, as from_to.", "direction", _by("bytes_")),
+    Shown("kvtier_moving_seconds", C, "Seconds during which some transfer of a direction ran: moved bytes over it is "
+          "what a tier really brings.", "direction",
+          lambda d: {name: micro / 1e6 for name, micro in _by("busy_us_")(d).items()}),
     Shown("kvtier_relocated_pages", C, "Pages moved within host to empty a slab.", "", _count("pages_relocated")),
     Shown("kvtier_disk_written_pages", C, "Pages made durable.", "", _count("pages_written_disk")),
     Shown("kvtier_disk_refused_pages", C, "Pages that the disk tier did not take, by reason.", "reason",
@@ -128,6 +130,12 @@ METRICS: Final = (
     Shown("kvtier_caches", G, "Caches known.", "", _top("caches")),
     Shown("kvtier_pages", G, "Pages known, in whatever tier.", "", _top("pages")),
     Shown("kvtier_nodes", G, "Nodes of the trees.", "", _top("nodes")),
+    Shown("kvtier_checks", C, "Times that the daemon checked its invariants, by itself and when asked to.", "",
+          _top("checks")),
+    Shown("kvtier_broken_invariants", G, "Invariants that the latest check found broken; the log names them. Anything "
+          "but 0 is a bug.", "", lambda d: {"": d["checked"].get("broken", 0)}),
+    Shown("kvtier_checked_timestamp_seconds", G, "When the latest check ended, as Unix time; 0 before the first.", "",
+          lambda d: {"": d["checked"].get("at", 0)}),
     Shown("kvtier_uptime_seconds", G, "Seconds since the start.", "", _top("uptime_s")),
     Shown("kvtier_resident_bytes", G, "Resident memory of the daemon, arenas included.", "", _top("rss_bytes")),
 )  # fmt: skip
@@ -140,17 +148,31 @@ VERSION: Final = "kvtier_build_info"
 VERSION_HELP: Final = "Always 1; the version is the label."
 
 
+BATCHES: Final = "kvtier_eviction_batch_pages"
+BATCHES_HELP: Final = "Pages that left a tier at once to make room."
+
+
+def _histogram(name: str, text: str, label: str, bounds: list[float], rows: Mapping[str, tuple[list[int], float]]
+               ) -> HistogramMetricFamily:  # fmt: skip
+    """Buckets and sum by label value."""
+    family = HistogramMetricFamily(name, text, labels=[label])
+    for value, (counts, total) in sorted(rows.items()):
+        below = itertools.accumulate(counts)
+        buckets = [(bound, float(count)) for bound, count in zip([*map(str, bounds), "+Inf"], below, strict=True)]
+        family.add_metric([value], buckets, total)
+    return family
+
+
 def _latency(server: Data) -> HistogramMetricFamily:
     """Latency per verb."""
-    family = HistogramMetricFamily(LATENCY, LATENCY_HELP, labels=["verb"])
-    for verb, row in sorted(server["verbs"].items()):
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip([*map(str, server["bounds_s"]), "+Inf"], row["buckets"], strict=True):
-            total += count
-            buckets.append((bound, total))
-        family.add_metric([verb], buckets, row["seconds"])
-    return family
+    rows = {verb: (row["buckets"], row["seconds"]) for verb, row in server["verbs"].items()}
+    return _histogram(LATENCY, LATENCY_HELP, "verb", server["bounds_s"], rows)
+
+
+def _batches(found: Data) -> HistogramMetricFamily:
+    """Sizes of eviction batches per tier."""
+    rows = {tier: (row["buckets"], row["pages"]) for tier, row in found["tiers"].items()}
+    return _histogram(BATCHES, BATCHES_HELP, "tier", found["bounds"], rows)
 
 
 def families(data: Data | None) -> Iterator[Metric]:
@@ -166,6 +188,7 @@ def families(data: Data | None) -> Iterator[Metric]:
         for value, number in sorted(shown.read(data).items()):
             family.add_metric([value] if shown.label else [], number)
         yield family
+    yield _batches(data["eviction_batches"])
     yield _latency(data["server"])
 
 
@@ -193,7 +216,7 @@ def names() -> list[tuple[str, str, str, str]]:
     for shown in METRICS:
         counter = shown.kind is CounterMetricFamily
         rows.append((shown.name + "_total" * counter, "counter" if counter else "gauge", shown.label, shown.help))
-    return [*rows, (LATENCY, "histogram", "verb", LATENCY_HELP)]
+    return [*rows, (BATCHES, "histogram", "tier", BATCHES_HELP), (LATENCY, "histogram", "verb", LATENCY_HELP)]
 
 
 def document() -> str:

@@ -68,9 +68,17 @@ class KvtierError(Exception):
         self.message = message
         self.field = field
 
+    def data(self) -> dict[str, str]:
+        """As a plain tree, for programs."""
+        return {"code": self.code.value, "message": self.message, "field": self.field}
+
     def __str__(self) -> str:
         """The sentence, prefixed with the field it is about."""
         return f"{self.field}: {self.message}" if self.field else self.message
+
+
+class Changed(Exception):  # noqa: N818 - no error: sums of what changed between two looks say nothing
+    """What was being checked, step by step, changed between two steps."""
 
 
 def bad(field: str, expected: str, got: object = None) -> KvtierError:

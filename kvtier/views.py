@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import time
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +10,13 @@ from rich.table import Table
 from rich.tree import Tree
 
 Data = dict[str, Any]
+MISSES = {
+    "absent": "nobody stored what comes after it, or it went too long ago to be remembered",
+    "evicted": "what comes after it was evicted",
+    "lost": "what comes after it was lost: its bytes did not check out",
+    "pending": "somebody is computing what comes after it",
+    "rule": "more is cached, but a window or state that must be with it is not",
+}
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -25,14 +32,16 @@ def amount(value: float) -> str:
 def shown(name: str, value: Any) -> str:
     """One value, by what its name says it is."""
     last = name.rsplit(".", 1)[-1]
-    if (last.endswith("_bytes") or last.startswith("bytes_")) and isinstance(value, int):
+    if value is None:
+        return "-"
+    if (last.endswith("_bytes") or last.startswith("bytes")) and isinstance(value, int | float):
         return amount(value)
     if isinstance(value, float):
-        return f"{value:.1f}"
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
     if isinstance(value, list):
         return ", ".join(map(str, value))
     if isinstance(value, dict):
-        return ", ".join(f"{key} {part}" for key, part in value.items())
+        return ", ".join(f"{key} {shown(last, part)}" for key, part in value.items())
     return str(value)
 
 
@@ -67,8 +76,13 @@ def _flat(data: Data, prefix: str = "") -> list[tuple[str, Any]]:
 def status(data: Data) -> None:
     """Tiers, engines, counters."""
     console = Console(markup=False)
-    apart = ("tiers", "instances", "counters")
-    console.print(pairs("daemon", {name: value for name, value in data.items() if name not in apart}))
+    apart = ("tiers", "instances", "counters", "bytes_s", "checked")
+    table = pairs("daemon", {name: value for name, value in data.items() if name not in apart})
+    if data.get("bytes_s"):
+        table.add_row("tiers bring", ", ".join(f"{tier} {amount(rate)}/s" for tier, rate in data["bytes_s"].items()))
+    if checked := data.get("checked"):
+        table.add_row("checked", f"{time.time() - checked['at']:.0f} s ago, {checked['broken']} broken")
+    console.print(table)
     for name, tier in (data.get("tiers") or {}).items():
         console.print(pairs(f"tier {name}", tier))
     if data.get("instances"):
@@ -79,12 +93,21 @@ def status(data: Data) -> None:
 
 def caches(data: Data) -> None:
     """One row per cache."""
-    items = [{**cache, "id": cache["id"][:12]} for cache in data["caches"]]
+    items = [
+        cache
+        | {
+            "id": cache["id"][:12],
+            "kind": "keyed" if cache["keyed"] else "token",
+            "page size": amount(cache["page_bytes"]),
+        }
+        for cache in data["caches"]
+    ]
     console = Console(markup=False)
     if not items:
         console.print("no caches")
         return
-    names = ["id", "model", "kv_dtype", "adapter", "epoch", "page_tokens", "page_bytes", "pages", "nodes", "tiers"]
+    names = ["id", "model", "kind", "scope", "kv_dtype", "adapter", "epoch", "page_tokens", "page size"]
+    names += ["pages", "nodes", "tiers"]
     console.print(rows("caches", items, names))
 
 
@@ -105,24 +128,123 @@ def findings(items: list[Data]) -> None:
     Console(markup=False).print(rows("doctor", items))
 
 
+def requests(data: Data) -> None:
+    """One row per request."""
+    items = [{**row, "cache": row["cache"][:12]} for row in data["requests"]]
+    Console(markup=False).print(rows("recent requests", items) if items else "no request had an id lately")
+
+
+def evicted(data: Data) -> None:
+    """What an eviction took, or why it took nothing."""
+    if data["pages"] or data["held"]:
+        one("evicted", data)
+    else:
+        Console(markup=False).print("nothing: none of it is there, or all that is belongs to other prompts too")
+
+
+def emptied(title: str, data: Data) -> None:
+    """What emptying caches took."""
+    if data["caches"]:
+        one(title, {**data, "caches": [cache[:12] for cache in data["caches"]]})
+    else:
+        Console(markup=False).print("no cache fits")
+
+
 def explain(data: Data) -> None:
     """One prompt: what is served and why not more."""
     console = Console(markup=False)
-    lists = ("segments", "evictions", "diverges")
-    console.print(pairs("prompt", {name: value for name, value in data.items() if name not in lists and value != ""}))
+    cache = data["cache"]
+    shown_first = {
+        "cache": f"{cache['model']} {cache['id'][:12]}, {cache['scope']}, epoch {cache['epoch']}",
+        "asked": data["asked"],
+        "matched": data["matched"],
+        **{
+            name: data[name]
+            for name in ("present_pages", "pending_pages", "chain", "leases", "idle_s")
+            if data.get(name)
+        },
+        **({"requests": data["requests"]} if data.get("requests") else {}),
+    }
+    table = Table(title="prompt", title_justify="left", show_header=False)
+    for name, value in shown_first.items():
+        table.add_row(name, shown(name, value))
+    console.print(table)
     if data["segments"]:
-        console.print(rows("served", data["segments"]))
-    apart = data["diverges"]
-    if apart:
-        console.print(f"diverges at token {apart['token']}: asked {apart['asked']}, cached {apart['cached']}")
+        moves = [{**row, "moves": shown("bytes", row["moves"])} for row in data["segments"]]
+        console.print(rows("parts", moves))
+        console.print(_cost(data))
+    if not data["asked"]["pages"]:
+        console.print("it is shorter than a page: nothing of it can be cached")
+    if data["miss"]:
+        console.print(f"not served further: {MISSES[data['miss']]}")
+    if data.get("rule"):
+        console.print(_rule(data["rule"]))
+    if data["diverges"]:
+        console.print(_divergence(data["diverges"]))
     if data["evictions"]:
-        ago = [{**row, "when": datetime.fromtimestamp(row["when"], UTC)} for row in data["evictions"]]
+        now = time.time()
+        ago = [
+            {"ago_s": now - row["when"], **{k: v for k, v in row.items() if k != "when"}} for row in data["evictions"]
+        ]
         console.print(rows("evicted lately", ago))
+
+
+def _cost(data: Data) -> str:
+    """What all parts cost, and what to say for more."""
+    cost, rates = data["cost"], data["bytes_s"]
+    known = f"at {', '.join(f'{tier} {amount(rate)}/s' for tier, rate in rates.items())}" if rates else ""
+    load = f"{shown('load_s', cost['load_s'])} s to load {known}"
+    if cost["load_s"] is None and not cost["bytes"]:
+        load = "nothing to load"
+    elif cost["load_s"] is None:
+        load = "time to load not known: --rate TIER=RATE gives what has not been measured yet"
+    compute = f", {shown('compute_s', cost['compute_s'])} s to compute" if cost["compute_s"] is not None else ""
+    return f"in all: {amount(cost['bytes'])}, {load}{compute}"
+
+
+def _rule(rule: Data) -> str:
+    """What is cached of a prompt that cannot be resumed at the end of it."""
+    states = [
+        f"; group {group} has its state after {'pages ' + shown('', pages) if pages else 'none of them'}"
+        for group, pages in rule["states_after_pages"].items()
+    ]
+    return f"{rule['cached_pages']} pages are cached{''.join(states)}"
+
+
+def _divergence(where: Data) -> str:
+    """Where a prompt leaves what is cached, and whose that is."""
+    known = where["from"]["requests"]
+    whose = f", of request {', '.join(known)}" if known else ""
+    asked, cached = (
+        f"{where[which]} {where[text]!r}" if (text := f"{which}_text") in where else where[which]
+        for which in ("asked", "cached")
+    )
+    return (
+        f"diverges at token {where['token']}: asked {asked}, cached {cached}"
+        f" (page {where['from']['chain']}{whose}, used {where['from']['idle_s']:.0f} s ago)"
+    )
 
 
 def top(data: Data) -> Table:
     """One reading of what happens now."""
-    return pairs("kvtier", data)
+    table = Table(title="kvtier", title_justify="left", show_header=False)
+    hits = {tier: f"{rate:.0f}" for tier, rate in data["tokens_hit_s"].items()}
+    table.add_row("requests/s", f"{data['requests_s']:.1f}")
+    table.add_row("tokens/s", f"asked {data['tokens_asked_s']:.0f}, hit {shown('', hits) or 0}")
+    table.add_row("hit ratio", shown("", data["hit_ratio"]))
+    table.add_row("moved/s", shown("bytes", {way: rate for way, rate in data["bytes_s"].items() if rate}) or "-")
+    table.add_row(
+        "evicted pages/s", shown("", {tier: rate for tier, rate in data["pages_evicted_s"].items() if rate}) or "-"
+    )
+    table.add_row("queues", shown("", data["queues"]))
+    table.add_row("engines", f"{data['instances']}, leases {data['leases']}, holding {amount(data['held_bytes'])}")
+    for name, tier in data["tiers"].items():
+        total = tier.get("budget_bytes", tier.get("capacity_bytes", 0))
+        bad = f", {tier['sick']}" if tier.get("sick") else ""
+        table.add_row(name, f"{amount(tier['used_bytes'])} of {amount(total)}{bad}")
+    for verb, row in data["verbs"].items():
+        table.add_row(verb, f"{row['calls'] / data['seconds']:.1f}/s, {row['mean_us']:.0f} us")
+    return table
 
 
 def tree(data: Data) -> None:

@@ -153,6 +153,8 @@ class Match(Message):
     """Whole page keys, `stride` bytes each; a remainder is a bad_request."""
     request: str = ""
     """The engine's own request id, for people."""
+    session: str = ""
+    """The engine's id of the conversation that the request is part of, for people."""
 
 
 class Segment(Message, array_like=True):
@@ -485,22 +487,36 @@ class Metrics(Message):
 
 
 class Prompt(Message):
-    """How an operator names a prompt: exactly one of tokens, request and chain."""
+    """How an operator names a prompt: exactly one of tokens, request, session, chain and keys."""
 
     cache: str = ""
-    """Beginning of the cache's id in hex; may be empty where one token cache is open, and is not asked for request."""
+    """Beginning of the cache's id in hex; may be empty where there is one of the kind, and for request and session."""
     tokens: bytes = b""
     """int32 token ids, little-endian."""
     request: str = ""
     """The engine's own id of a recent request (Match.request)."""
+    session: str = ""
+    """The engine's id of a conversation (Match.session): its latest request."""
     chain: bytes = b""
     """Chain key of the prompt's last page."""
+    keys: bytes = b""
+    """Opaque keys of a keyed cache, concatenated, root first."""
+    group: int = 0
+    """Their group."""
 
 
 class Explain(Message):
     """What of a prompt matches, from which tier, where it diverges, what was evicted. Replies Info."""
 
     of: Prompt
+
+
+class Requests(Message):
+    """The latest requests that engines gave an id, latest first: what Explain and the like can name. Replies Info."""
+
+    session: str = ""
+    """Only those of this conversation."""
+    limit: int = 100
 
 
 class Pin(Message):
@@ -608,6 +624,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Remove: 108,
     Purge: 109,
     Route: 110,
+    Requests: 116,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 

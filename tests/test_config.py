@@ -78,6 +78,13 @@ def test_live_settings_are_set_all_or_none(daemon):
     assert set_live(daemon)["drain_s"] == 10.0
 
 
+def test_a_word_that_is_none_of_the_allowed_ones_is_refused_with_the_list():
+    """People see what they may say."""
+    with pytest.raises(KvtierError, match="expected one of debug, info, warning, error, got 'loud'") as caught:
+        load(None, {}, {"log_level": "loud"})
+    assert caught.value.field == "log_level"
+
+
 def test_a_lower_cap_holds_for_engines_that_are_attached(daemon):
     """Their next lease or reservation meets the new bound."""
     set_live(daemon, caps__instance="0.1")

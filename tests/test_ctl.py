@@ -60,7 +60,9 @@ def test_status_shows_tiers_engines_and_counters(served):
     assert data["version"] == __version__
     assert [engine["instance"] for engine in data["instances"]] == ["engine-7"]
     assert data["instances"][0]["pids"] == [os.getpid()]
+    assert ctl(*where, "check").exit_code == 0
     text = ctl(*where, "status").stdout
+    assert "0 broken" in text
     assert "engine-7" in text
     assert "128.0 MiB" in text
     assert "tier disk" in text
@@ -99,7 +101,8 @@ def test_ping_check_and_flush_answer(served):
     where, _ = served
     assert len(parsed(ctl(*where, "ping", "--count", "3", "--json"))["round_trips_us"]) == 3
     assert ctl(*where, "ping").stdout.endswith(" us\n")
-    assert parsed(ctl(*where, "check", "--json")) == {"broken": [], "healthy": True}
+    checked = parsed(ctl(*where, "check", "--json"))
+    assert (checked["broken"], checked["changed"], checked["healthy"]) == ([], [], True)
     assert ctl(*where, "check").stdout == "ok\n"
     assert parsed(ctl(*where, "flush", "--json")) == {"durable": True}
     assert ctl(*where, "flush").stdout == "durable\n"
@@ -154,7 +157,9 @@ def test_a_daemon_that_hangs_is_code_2_within_the_timeout(served, daemon):
     assert "does not answer" in result.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["tree"], ["status", "--nothing"], ["--timeout", "x", "status"]])
+@pytest.mark.parametrize(
+    "words", [[], ["nothing"], ["caches", "rm"], ["status", "--nothing"], ["--timeout", "x", "status"]]
+)
 def test_wrong_usage_is_code_2(words):
     """As every command line tool does."""
     assert ctl(*words).exit_code == 2

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from kvtier import wire
+from kvtier import metrics, wire
 from kvtier.client import Client, page_keys
 from kvtier.control import doctor, reference
 from kvtier.control.call import Admin, Call
@@ -94,10 +94,14 @@ def test_explain_says_what_matches_and_where_a_prompt_diverges(bench):
     data = bench.ctl("explain", "--tokens", bench.file(asked))
     assert data["asked"] == {"pages": 4, "tokens": 16}
     assert data["matched"] == {"pages": 3, "tokens": 12}
-    assert data["segments"] == [{"tier": "host", "first_page": 0, "pages": 3, "bytes": 3 * 4096}]
+    (row,) = data["segments"]
+    assert (row["tier"], row["first_page"], row["pages"], row["bytes"]) == ("host", 0, 3, 3 * 4096)
+    where = data["diverges"].pop("from")
     assert data["diverges"] == {
         "page": 3, "token": 14, "asked": [999, 107], "cached": [106, 107], "extras": False,
     }  # fmt: skip
+    assert where["requests"] == ["r100"]
+    assert bench.ctl("explain", "--chain", where["chain"])["matched"]["pages"] == 4
     assert data["miss"] == "absent"
     text = bench.run("explain", "--tokens", bench.file(asked)).stdout
     assert "diverges at token 14" in text
@@ -122,7 +126,7 @@ def test_a_prompt_is_named_by_request_chain_key_or_tokens(bench):
     ("words", "complaint"),
     [
         ([], "exactly one"),
-        (["--request", "nobody"], "no request"),
+        (["--request", "nobody"], "no recent request"),
         (["--chain", "00" * 16], "no page"),
         (["--chain", "zz"], "hex"),
         (["--chain", "00"], "16 bytes"),
@@ -168,6 +172,9 @@ def test_a_prompt_is_named_by_text_or_messages_with_a_tokenizer(bench, tmp_path)
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps([{"role": "user", "content": text}]))
     assert bench.ctl("explain", "--messages", str(chat), *named)["matched"]["pages"] == 4
+    apart = bench.ctl("explain", "--text", text.replace("w105", "w299"), *named)["diverges"]
+    assert (apart["token"], apart["asked_text"], apart["cached_text"]) == (13, "w299 w106 w107", "w105 w106 w107")
+    assert "'w299 w106 w107'" in bench.run("explain", "--text", text.replace("w105", "w299"), *named).stdout
     assert "w0 w1 w2" in bench.run("tree", "", *named).stdout
 
 
@@ -241,6 +248,7 @@ def test_a_pin_ends_by_itself(bench):
         ["set", "caps.instanse=0.5"],
         ["set", "host.bytes=1GiB"],
         ["tree", "", "--width", "0"],
+        ["caches", "rm", ""],
     ],
 )
 def test_wrong_values_are_refused_with_a_sentence(bench, words):
@@ -339,7 +347,7 @@ def test_top_reads_rates_between_two_moments(bench):
     data = bench.ctl("top", "--count", "1", "--interval", "0.05")
     assert data["instances"] == 1
     assert data["verbs"]["Metrics"]["calls"] == 1
-    assert "requests_s" in bench.run("top", "--count", "2", "--interval", "0.05").stdout
+    assert "requests/s" in bench.run("top", "--count", "2", "--interval", "0.05").stdout
 
 
 def test_rates_are_differences_over_time():
@@ -377,6 +385,43 @@ def test_doctor_says_what_to_change(bench):
     assert "chmod 0600" in result.stdout
 
 
+def test_verbs_that_need_a_disk_say_that_there_is_none(tmp_path):
+    """Nothing can be made durable, nor stay on disk when it leaves host; code 1 and a sentence."""
+    with Daemon(tmp_path, host="64MiB", disk="0") as daemon, Client(daemon.socket, instance="e") as client:
+        small = Bench.__new__(Bench)
+        small.daemon, small.client, small.cache = daemon, client, client.open(SPEC)
+        small.put(np.arange(16))
+        for words in (["flush"], ["evict", "--request", "r8"]):
+            result = small.run(*words)
+            assert result.exit_code == 1
+            assert "no disk tier" in result.stderr
+        assert small.ctl("evict", "--request", "r8", "--from", "all")["pages"] == 4
+        assert daemon.stop() == 0
+
+
+def test_prefetch_without_room_says_what_is_left(tmp_path):
+    """Held by an engine, host has no place for it: code 1, and how many items are not there."""
+    spec = CacheSpec("m", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 1 << 20),))
+    flags = ["--caps-instance=1"]
+    with Daemon(tmp_path, host="64MiB", disk="256MiB", flags=flags) as daemon, Client(daemon.socket) as client:
+        small = Bench.__new__(Bench)
+        small.daemon, small.client, small.cache = daemon, client, client.open(spec)
+        for name in (1, 2):
+            keys = page_keys(spec, np.full(4 * 40, name))
+            with small.cache.match(keys, request=f"p{name}").reserve(0, 40, wait_ms=5000) as reserved:
+                for page in range(40):
+                    reserved.write(0, page, np.full(1 << 20, name, np.uint8))
+                assert reserved.commit() == 40
+            small.ctl("flush")
+        with small.cache.match(page_keys(spec, np.full(4 * 40, 2))).acquire() as lease:
+            assert lease.pages == 40
+            result = small.run("prefetch", "--request", "p1", "--wait", "0.5", "--json")
+            assert result.exit_code == 1
+            assert json.loads(result.stdout)["left"] > 0
+        assert small.ctl("prefetch", "--request", "p1")["left"] == 0
+        assert daemon.stop() == 0
+
+
 def test_doctor_works_without_a_daemon(tmp_path):
     """That is when it is needed; the exit code says that something fails."""
     result = CliRunner().invoke(main, ["--socket", str(tmp_path / "none.sock"), "doctor", "--json"])
@@ -397,13 +442,30 @@ def test_doctor_reads_limits_memory_and_mounts(tmp_path):
         + row.format("Max open files", "1024", "4096", "files")
     )
     assert [one.state for one in doctor.limits(tmp_path, "7")] == ["warn", "warn"]
-    assert doctor.gpu(tmp_path).found == "NVRM version: 580"
+    driver, devices = doctor.gpu(tmp_path, tmp_path)
+    assert (driver.found, devices.state) == ("NVRM version: 580", "warn")
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "nvidia-uvm").touch()
+    assert [one.state for one in doctor.gpu(tmp_path, tmp_path)] == ["ok", "ok"]
     huge = tmp_path / "kernel/mm/transparent_hugepage"
     huge.mkdir(parents=True)
     (huge / "shmem_enabled").write_text("always within_size [advise] never deny force\n")
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nSwapTotal: 2048 kB\n")
     found = {one.check: one for one in doctor.memory(tmp_path, tmp_path)}
     assert (found["hugepages"].state, found["swap"].state) == ("ok", "warn")
+    for number in (0, 1):
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+    (tmp_path / "sys/kernel").mkdir(parents=True)
+    (tmp_path / "sys/kernel/numa_balancing").write_text("1\n")
+    found = {one.check: one for one in doctor.memory(tmp_path, tmp_path)}
+    assert (found["NUMA"].state, found["NUMA"].found) == ("warn", "2 nodes")
+    for pid, space in (("7", "ipc:[1]"), ("8", "ipc:[1]"), ("9", "ipc:[2]")):
+        (tmp_path / pid / "ns").mkdir(parents=True)
+        (tmp_path / pid / "ns/ipc").symlink_to(space)
+    assert [one.state for one in doctor.spaces(tmp_path, "7", ["8"])] == ["ok"]
+    (apart,) = doctor.spaces(tmp_path, "7", ["8", "9"])
+    assert (apart.state, apart.found) == ("warn", "of other IPC namespaces: 9")
+    assert not list(doctor.spaces(tmp_path, "7", []))
     mounts = "overlay / overlay rw 0 0\n/dev/a /var ext4 rw 0 0\nx /var/lib/kv tmpfs rw 0 0\n"
     assert doctor.file_system(Path("/var/lib/other"), mounts) == "ext4"
     assert doctor.file_system(Path("/var/lib/kv/disk"), mounts) == "tmpfs"
@@ -448,6 +510,34 @@ def test_a_bar_is_drawn_while_the_daemon_works(bench):
     with pytest.raises(KvtierError):
         ask_long(call, wire.Remove("ffff0000"), wire.Info, left, 5.0, terminal)
     assert ask_long(call, wire.Flush(0, 5000), wire.Ok, left, 5.0, Console(file=io.StringIO())) == wire.Ok()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check"],
+        ["flush"],
+        ["prefetch", "--request", "r100"],
+        ["evict", "--request", "r100"],
+        ["caches", "rm", "ID"],
+        ["purge", "--tenant", "0102"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_long_verbs_draw_their_bar_on_a_terminal_and_print_the_same(bench, words):
+    """Standard error is a terminal, standard output is not: the answer is whole, the bar is gone at the end."""
+    words = [bench.cache.cache_id.hex() if word == "ID" else word for word in words]
+    master, slave = os.openpty()
+    where = str(bench.daemon.socket.with_name("admin.sock"))
+    command = [sys.executable, "-m", "kvtier.ctl", "--socket", where, *words, "--json"]
+    env = os.environ | {"TERM": "xterm"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=slave, stdin=subprocess.DEVNULL, env=env, text=True)
+    os.close(slave)
+    drawn = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert done.returncode == 0, drawn
+    assert "Traceback" not in drawn
+    assert json.loads(done.stdout)
 
 
 def test_completion_scripts_complete_verbs():
@@ -495,10 +585,15 @@ def test_explain_says_that_a_prompt_was_evicted_for_want_of_room(tmp_path):
         cache.match(page_keys(spec, np.zeros(4 * 16, np.int32)))
         with Admin(daemon.socket.with_name("admin.sock"), DEADLINE) as admin:
             data = admin.ask(wire.Explain(wire.Prompt(request="p0")), wire.Info).data
-            counters = admin.ask(wire.Metrics(), wire.Info).data["counters"]
+            numbers = admin.ask(wire.Metrics(), wire.Info).data
+            counters, batches = numbers["counters"], numbers["eviction_batches"]["tiers"]
         assert data["matched"]["pages"] < 16
         assert data["miss"] == "evicted"
         assert {row["why"] for row in data["evictions"]} == {"no room in host"}
         assert counters["tokens_missed_evicted"] > 0
-        assert counters["evictions_host"] > 0
+        batch = batches["host"]
+        assert batch["pages"] == counters["pages_evicted_host"] > sum(batch["buckets"]) > 0
+        text = metrics.render(numbers).decode()
+        assert f'kvtier_eviction_batch_pages_count{{tier="host"}} {float(sum(batch["buckets"]))}' in text
+        assert f'kvtier_eviction_batch_pages_sum{{tier="host"}} {float(batch["pages"])}' in text
         assert daemon.stop() == 0

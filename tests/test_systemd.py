@@ -67,6 +67,24 @@ def test_exposure_is_at_most_four(units):
         assert done.returncode == 0, done.stdout[-300:] + done.stderr
 
 
+@pytest.mark.skipif(
+    not (shutil.which("systemd-sysusers") and shutil.which("systemd-tmpfiles") and FOLDER.is_dir())
+    or os.geteuid() != 0,
+    reason="needs systemd-sysusers, systemd-tmpfiles, root and a checkout",
+)
+def test_users_and_folders_are_made_as_the_units_need_them(tmp_path):
+    """In a root of their own: the user that runs the service, and the folders of its sockets and settings."""
+    (tmp_path / "etc").mkdir()
+    for program, *options in (["systemd-sysusers"], ["systemd-tmpfiles", "--create"]):
+        conf = FOLDER / f"kvtier.{program.removeprefix('systemd-')}.conf"
+        done = subprocess.run([program, f"--root={tmp_path}", *options, str(conf)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    user = next(line for line in (tmp_path / "etc/passwd").read_text().splitlines() if line.startswith("kvtier:"))
+    run = (tmp_path / "run/kvtier").stat()
+    assert (str(run.st_uid), run.st_mode & 0o777) == (user.split(":")[2], 0o755)
+    assert (tmp_path / "etc/kvtier").stat().st_mode & 0o777 == 0o755
+
+
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="needs a checkout")
 def test_the_template_is_the_service_with_names_of_its_own():
     """Several instances share no folder and no socket, and are hardened alike."""

@@ -118,9 +118,9 @@ class AsyncCache(OpenCache):
         super().__init__(spec, rank, world, slices, epoch)
         self.client = client
 
-    async def match(self, keys: bytes, request: str = "") -> AsyncPath:
-        """Longest cached prefix of a path of page keys; pins nothing."""
-        return await AsyncPath(self, request).extend(keys)
+    async def match(self, keys: bytes, request: str = "", session: str = "") -> AsyncPath:
+        """Longest cached prefix of a path of page keys; pins nothing. `request` and `session` are ids for people."""
+        return await AsyncPath(self, request, session).extend(keys)
 
     async def adopt(self, share: bytes) -> AsyncLease | AsyncReservation:
         """What another process of this instance holds and shared: a lease to read, a reservation to fill."""

@@ -116,7 +116,7 @@ class OpenCache:
 class KeyPath:
     """A path of page keys and the daemon's handle for it. Keeps the keys, to match again after a reconnect."""
 
-    def __init__(self, cache: OpenCache, request: str) -> None:
+    def __init__(self, cache: OpenCache, request: str, session: str) -> None:
         self.cache = cache
         self.pages = 0
         """Pages that can be acquired, as of the last match."""
@@ -125,7 +125,7 @@ class KeyPath:
         self.asking = False
         """Whether other hosts are being asked for more: `acquire()` of all waits for them."""
         self.segments: tuple[wire.Segment, ...] = ()
-        self._request = request
+        self._request = request, session
         self._keys: list[bytes] = []
         self._joined: Joined | None = None
         self._epoch = cache.epoch
@@ -150,13 +150,13 @@ class KeyPath:
         joined, number = yield from self.cache.entering()
         if handle and self._joined is joined and self._epoch == self.cache.epoch:
             try:
-                reply = yield Call(joined, wire.Match(0, handle, keys, self._request), wire.Matched)
+                reply = yield Call(joined, wire.Match(0, handle, keys, *self._request), wire.Matched)
             except KvtierError as exc:
                 if exc.code is not Code.UNKNOWN:
                     raise
-                reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request), wire.Matched)
+                reply = yield Call(joined, wire.Match(number, 0, self.keys, *self._request), wire.Matched)
         else:
-            reply = yield Call(joined, wire.Match(number, 0, self.keys, self._request), wire.Matched)
+            reply = yield Call(joined, wire.Match(number, 0, self.keys, *self._request), wire.Matched)
         self._matched(joined, cast("wire.Matched", reply))
 
     def _matched(self, joined: Joined, reply: wire.Matched) -> None:

@@ -140,9 +140,12 @@ class Cache(OpenCache):
         super().__init__(spec, rank, world, slices, epoch)
         self.client = client
 
-    def match(self, keys: bytes, request: str = "") -> Path:
-        """Longest cached prefix of a path of page keys; pins nothing. `request` is the engine's id, for people."""
-        path = Path(self, request)
+    def match(self, keys: bytes, request: str = "", session: str = "") -> Path:
+        """Longest cached prefix of a path of page keys; pins nothing.
+
+        `request` and `session` are the engine's own ids of the request and of its conversation, for people.
+        """
+        path = Path(self, request, session)
         return path.extend(keys)
 
     def adopt(self, share: bytes) -> Lease | Reservation:

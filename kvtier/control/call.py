@@ -6,10 +6,10 @@ import functools
 import json
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import click
 
@@ -66,11 +66,11 @@ class Call:
         self.timeout_s = timeout_s
 
     def admin(self, wait_s: float = 0.0) -> Admin:
-        """A connection to the daemon; ends the program with code 2 where there is none."""
+        """A connection to the daemon; raises NoDaemon where there is none."""
         try:
             return Admin(self.path, self.timeout_s + wait_s)
         except OSError as exc:
-            fail(f"no daemon at {self.path}: {exc}", NO_DAEMON)
+            raise NoDaemon(f"no daemon at {self.path}: {exc}") from None
 
     def info(self, message: Any) -> Data:
         """The tree of values that an admin verb replies with."""
@@ -80,10 +80,49 @@ class Call:
             return admin.ask(message, Info).data
 
 
-def fail(text: str, code: int) -> NoReturn:
-    """Say why, and end."""
-    click.echo(f"kvtierctl: {text}", err=True)
-    sys.exit(code)
+class Refused(click.ClickException):
+    """Ends the program with a code and a sentence, or with JSON where that was asked for."""
+
+    exit_code = REFUSED
+
+    def __init__(self, error: dict[str, str], text: str) -> None:
+        super().__init__(text)
+        self.error = error
+
+    def show(self, file: Any = None) -> None:
+        """For people."""
+        click.echo(f"kvtierctl: {self.message}", err=True, file=file)
+
+
+class NoDaemon(Refused):
+    """Nobody answers."""
+
+    exit_code = NO_DAEMON
+
+    def __init__(self, text: str) -> None:
+        super().__init__({"code": "no_daemon", "message": text, "field": ""}, text)
+
+
+class Group(click.Group):
+    """A group whose failures, those of wrong usage too, are JSON on standard output where --json was given."""
+
+    def main(self, args: Sequence[str] | None = None, *more: Any, **extra: Any) -> Any:
+        """Run the program."""
+        words = sys.argv[1:] if args is None else list(args)
+        if "--json" not in words or extra.get("standalone_mode") is False:
+            return super().main(args, *more, **extra)
+        try:
+            code = super().main(args, *more, **{**extra, "standalone_mode": False})
+        except Refused as exc:
+            error, code = exc.error, exc.exit_code
+        except click.ClickException as exc:
+            error, code = {"code": "usage", "message": exc.format_message(), "field": ""}, exc.exit_code
+        except click.Abort:
+            error, code = {"code": "interrupted", "message": "interrupted", "field": ""}, REFUSED
+        else:
+            sys.exit(code if isinstance(code, int) else OK)
+        click.echo(json.dumps({"error": error}))
+        sys.exit(code)
 
 
 def verb(command: Callable[..., Data | None]) -> Callable[..., None]:
@@ -96,9 +135,9 @@ def verb(command: Callable[..., Data | None]) -> Callable[..., None]:
         try:
             data = command(call, show=not as_json, **options)
         except KvtierError as exc:
-            fail(f"{exc.code.value}: {exc}", REFUSED)
+            raise Refused(exc.data(), f"{exc.code.value}: {exc}") from None
         except (OSError, EOFError) as exc:
-            fail(f"the daemon at {call.path} does not answer: {exc}", NO_DAEMON)
+            raise NoDaemon(f"the daemon at {call.path} does not answer: {exc}") from None
         if as_json:
             click.echo(json.dumps(data, default=str))
         sys.exit(REFUSED if data and data.get("healthy") is False else OK)

@@ -63,7 +63,9 @@ def memory(proc: Path, sys: Path) -> Iterator[Finding]:
     yield _judge("hugepages", chosen in {"advise", "always", "within_size", "force"}, chosen or "unknown", advice)
     nodes = sorted(path.name for path in (sys / "devices" / "system" / "node").glob("node[0-9]*"))
     found = f"{len(nodes) or 1} node" + "s" * (len(nodes) > 1)
-    yield Finding("NUMA", "ok", found)
+    balancing = len(nodes) > 1 and _text(proc / "sys" / "kernel" / "numa_balancing") not in {"", "0"}
+    advice = "sysctl kernel.numa_balancing=0: the kernel would move pages that the arenas bound to their nodes"
+    yield _judge("NUMA", not balancing, found, advice)
     used = {line.split(":")[0]: line.split()[1] for line in _text(proc / "meminfo").splitlines()}
     swap = int(used.get("SwapTotal", "0"))
     yield _judge(
@@ -71,19 +73,40 @@ def memory(proc: Path, sys: Path) -> Iterator[Finding]:
     )
 
 
-def cgroup() -> Finding:
-    """How much memory this process may use."""
+def cgroup(pid: str) -> Finding:
+    """How much memory the daemon may use."""
     from kvtier.limits import smallest_limit  # noqa: PLC0415
 
-    limit = smallest_limit()
+    limit = smallest_limit(pid=pid)
     found = f"{limit.bytes / GIB:.1f} GiB by {limit.source}"
     return _judge("memory limit", limit.bytes >= 2 * GIB, found, "raise MemoryMax: the host tier counts against it")
 
 
-def gpu(proc: Path) -> Finding:
-    """The driver, where there is one."""
+def gpu(proc: Path, dev: Path) -> Iterator[Finding]:
+    """The driver and its device files, where there is one."""
     version = _text(proc / "driver" / "nvidia" / "version").splitlines()
-    return Finding("GPU driver", "ok", version[0] if version else "none: host, peer and disk tiers work without")
+    yield Finding("GPU driver", "ok", version[0] if version else "none: host, peer and disk tiers work without")
+    if version:
+        shut = [name for name in ("nvidiactl", "nvidia-uvm") if not os.access(dev / name, os.R_OK | os.W_OK)]
+        found = "cannot be opened: " + ", ".join(shut) if shut else "can be opened"
+        yield _judge("GPU devices", not shut, found, "nvidia-modprobe -u, or pass the devices into the container")
+
+
+def spaces(proc: Path, pid: str, engines: list[str]) -> Iterator[Finding]:
+    """Whether engines share the daemon's IPC namespace, which CUDA IPC needs."""
+    mine = _link(proc / pid / "ns" / "ipc")
+    apart = [engine for engine in engines if (its := _link(proc / engine / "ns" / "ipc")) and mine and its != mine]
+    if engines:
+        found = f"of other IPC namespaces: {', '.join(apart)}" if apart else "in the daemon's IPC namespace"
+        yield _judge("engines", not apart, found, "docker: --ipc=host for engines on GPUs: CUDA IPC needs it")
+
+
+def _link(file: Path) -> str:
+    """Where a link leads, empty where it cannot be read."""
+    try:
+        return str(file.readlink())
+    except OSError:
+        return ""
 
 
 def ipc(shm: Path) -> Iterator[Finding]:
@@ -153,7 +176,7 @@ def running(call: Call) -> tuple[Finding, Data]:
 
 
 @click.command()
-@click.option("--disk", "folder", help="Folder of the disk tier; else the default one.")
+@click.option("--disk", "folder", help="Folder of the disk tier  [the daemon's, else the configured one]")
 @verb
 def doctor(call: Call, show: bool, folder: str | None) -> Data:
     """Check limits, memory, driver, IPC, disk, permissions and the daemon; exit code 1 where something fails."""
@@ -161,9 +184,11 @@ def doctor(call: Call, show: bool, folder: str | None) -> Data:
 
     proc, sys = Path("/proc"), Path("/sys")
     alive, data = running(call)
-    findings = [alive, *limits(proc, str(data.get("pid", "self"))), *memory(proc, sys), cgroup(), gpu(proc)]
-    path = Path(folder) if folder else load().disk_path
-    findings += [*ipc(Path("/dev/shm")), *disk(path, proc), *sockets(call.path)]  # noqa: S108 - looked at only
+    pid = str(data.get("pid", "self"))
+    findings = [alive, *limits(proc, pid), *memory(proc, sys), cgroup(pid), *gpu(proc, Path("/dev"))]
+    path = Path(folder or data.get("disk_path") or load().disk_path)
+    engines = [str(one) for engine in data.get("instances", ()) for one in engine["pids"]]
+    findings += [*spaces(proc, pid, engines), *ipc(Path("/dev/shm")), *disk(path, proc), *sockets(call.path)]  # noqa: S108 - looked at only
     if show:
         views.findings([one._asdict() for one in findings])
     return {"findings": [one._asdict() for one in findings], "healthy": all(one.state != "fail" for one in findings)}

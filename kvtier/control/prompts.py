@@ -1,123 +1,74 @@
-"""Verbs about one prompt: explain, pin, unpin, pins, prefetch, evict."""
+"""Verbs about one prompt: requests, explain, pin, unpin, pins, prefetch, evict."""
 
 from __future__ import annotations
-
-import json
-import sys
-from array import array
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import click
 
 from kvtier import views, wire
+from kvtier.control.address import load_tokenizer, prompt
 from kvtier.control.call import Call, Data, verb
+from kvtier.control.cost import priced, total
 from kvtier.control.progress import ask_long
-from kvtier.types import bad
-
-OPTIONS = (
-    click.option("--cache", default="", help="Beginning of the cache's id; may be left out where there is one."),
-    click.option("--tokens", help="File with token ids: a JSON list, or numbers apart; - reads standard input."),
-    click.option("--text", help="The prompt as text, for --tokenizer."),
-    click.option("--messages", help="JSON file with chat messages, for --tokenizer."),
-    click.option("--tokenizer", help="Folder of a tokenizer (needs transformers)."),
-    click.option("--request", default="", help="The engine's id of a recent request."),
-    click.option("--chain", default="", help="Chain key of the prompt's last page, in hex."),
-)
-
-
-def prompt(command: Callable[..., Data | None]) -> Callable[..., Data | None]:
-    """Adds the options that name a prompt; the command gets it as `of`."""
-
-    def run(
-        call: Call,
-        show: bool,
-        cache: str,
-        tokens: str | None,
-        text: str | None,
-        messages: str | None,
-        tokenizer: str | None,
-        request: str,
-        chain: str,
-        **more: Any,
-    ) -> Data | None:
-        raw = _tokens(tokens, text, messages, tokenizer)
-        try:
-            key = bytes.fromhex(chain)
-        except ValueError:
-            raise bad("chain", "32 hex digits", chain) from None
-        return command(call, show, of=wire.Prompt(cache, raw, request, key), **more)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__click_params__ = list(getattr(command, "__click_params__", []))  # type: ignore[attr-defined]
-    for option in reversed(OPTIONS):
-        run = option(run)
-    return run
-
-
-def _tokens(file: str | None, text: str | None, messages: str | None, tokenizer: str | None) -> bytes:
-    """Raw int32 ids of whatever names tokens; empty where nothing does. Raises bad_request."""
-    if file:
-        return _packed(_read(file))
-    if text is None and messages is None:
-        return b""
-    if tokenizer is None:
-        raise bad("tokenizer", "a folder, for --text and --messages")
-    one = load_tokenizer(tokenizer)
-    if text is not None:
-        return _packed(one.encode(text))
-    chat = json.loads(_read_text(messages or ""))
-    return _packed(one.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
-
-
-def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a folder; raises bad_request where it or transformers is missing."""
-    try:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
-    except ImportError:
-        raise bad("tokenizer", "an environment with transformers (pip install transformers)") from None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as exc:
-        raise bad("tokenizer", f"a folder with a tokenizer ({str(exc).splitlines()[0]})", folder) from None
-
-
-def _read_text(file: str) -> str:
-    """A file's text; raises bad_request naming it."""
-    try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise bad(file, f"a readable file ({exc})") from None
-
-
-def _read(file: str) -> list[Any]:
-    """Token ids as JSON or as numbers apart."""
-    text = _read_text(file)
-    try:
-        found = json.loads(text) if text.lstrip().startswith("[") else text.replace(",", " ").split()
-        return [int(one) for one in found]
-    except (ValueError, TypeError, RecursionError):
-        raise bad(file, "a JSON list of token ids, or numbers apart") from None
-
-
-def _packed(ids: list[int]) -> bytes:
-    """Raw little-endian int32."""
-    try:
-        packed = array("i", ids)
-    except OverflowError:
-        raise bad("tokens", "ids of 32 bits") from None
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+from kvtier.types import Tier, bad
 
 
 @click.command()
+@click.option("--session", default="", help="Only those of this conversation.")
+@click.option("--limit", default=20, show_default=True, help="Requests to show, the latest first.")
+@verb
+def requests(call: Call, show: bool, session: str, limit: int) -> Data:
+    """List recent requests by the engines' own ids, for explain, pin, prefetch and evict."""
+    data = call.info(wire.Requests(session, limit))
+    if show:
+        views.requests(data)
+    return data
+
+
+def _rates(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> dict[str, float]:
+    """Bytes a second of TIER=RATE."""
+    from kvtier.sizing.units import parse_rate  # noqa: PLC0415
+    from kvtier.types import KvtierError  # noqa: PLC0415
+
+    found = {}
+    for text in values:
+        tier, equals, rate = text.partition("=")
+        if not equals or tier.upper() not in Tier.__members__:
+            raise click.BadParameter(f"expected TIER=RATE such as host=55GB/s, got {text!r}")
+        try:
+            found[tier.lower()] = parse_rate(rate)
+        except KvtierError as exc:
+            raise click.BadParameter(exc.message) from None
+    return found
+
+
+@click.command()
+@click.option(
+    "--prefill-tokens-per-s",
+    "prefill",
+    type=click.FloatRange(0),
+    default=0.0,
+    help="How fast the engine computes a prompt: shows where loading is slower than computing.",
+)
+@click.option(
+    "--rate",
+    "given",
+    multiple=True,
+    callback=_rates,
+    metavar="TIER=RATE",
+    help="Bytes a second of a tier, such as host=55GB/s, over what the daemon measured. Repeat it.",
+)
 @verb
 @prompt
-def explain(call: Call, show: bool, of: wire.Prompt) -> Data:
-    """Why a prompt is served as it is: what matches, from which tier, where it diverges, what was evicted."""
+def explain(call: Call, show: bool, of: wire.Prompt, prefill: float, given: dict[str, float]) -> Data:
+    """Why a prompt is served as it is: what matches, from which tier and at what cost, where it diverges, evictions."""
     data = call.info(wire.Explain(of))
+    data["bytes_s"] = {**data["bytes_s"], **given}
+    data["segments"] = priced(data["segments"], data["page_tokens"], data["bytes_s"], prefill)
+    data["cost"] = total(data["segments"])
+    folder = click.get_current_context().params["tokenizer"]
+    if folder and data["diverges"]:
+        decode = load_tokenizer(folder).decode
+        data["diverges"] |= {f"{which}_text": decode(data["diverges"][which]) for which in ("asked", "cached")}
     if show:
         views.explain(data)
     return data
@@ -183,5 +134,5 @@ def evict(call: Call, show: bool, of: wire.Prompt, tier: str, wait_s: float) -> 
     message = wire.Evict(of, tier, int(wait_s * 1000))
     data = ask_long(call, message, wire.Info, lambda status: status["moving"]["disk_queue_pages"], wait_s).data
     if show:
-        views.one("evicted", data)
+        views.evicted(data)
     return data

@@ -5,17 +5,17 @@ from __future__ import annotations
 import click
 
 from kvtier import wire
+from kvtier.control.address import prompt
 from kvtier.control.call import Call, Data, verb
-from kvtier.control.prompts import prompt
 
 
 @click.command()
-@click.option("--session", default="", help="Name of the session: it stays where it was while that is not too busy.")
+@click.option("--stay", default="", help="Name of a session: it stays where it was while that is not too busy.")
 @verb
 @prompt
-def route(call: Call, show: bool, of: wire.Prompt, session: str) -> Data:
+def route(call: Call, show: bool, of: wire.Prompt, stay: str) -> Data:
     """Which host a prompt is cheapest on, and why: cached pages by tier, and load."""
-    data = call.info(wire.Route(of, session))
+    data = call.info(wire.Route(of, stay))
     if show:
         click.echo(
             f"{'host':<16}{'cost':>10}{'device':>8}{'host':>8}{'disk':>8}{'backlog':>9}{'decode':>8}{'requests':>10}"

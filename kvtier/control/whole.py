@@ -43,7 +43,7 @@ def remove(call: Call, show: bool, cache: str, wait_s: float) -> Data:
     """Empty a cache, named by the beginning of its id; one that no engine has open is forgotten."""
     data = ask_long(call, wire.Remove(cache), wire.Info, _pages, wait_s).data
     if show:
-        views.one("removed", data)
+        views.emptied("removed", data)
     return data
 
 
@@ -61,19 +61,19 @@ def purge(call: Call, show: bool, scope: str, adapter: str, tenant: str, wait_s:
         raise bad("tenant", "a salt in hex", tenant) from None
     data = ask_long(call, wire.Purge(scope, adapter, salt), wire.Info, _pages, wait_s).data
     if show:
-        views.one("purged", data)
+        views.emptied("purged", data)
     return data
 
 
 @click.command()
-@click.argument("cache")
+@click.argument("cache", default="")
 @click.option("--depth", default=8, show_default=True, help="Levels of the tree to show.")
 @click.option("--limit", default=1000, show_default=True, help="Nodes to show.")
 @click.option("--width", default=64, show_default=True, help="Children of a node to show, latest used first.")
 @click.option("--tokenizer", help="Folder of a tokenizer, to show text (needs transformers).")
 @verb
 def tree(call: Call, show: bool, cache: str, depth: int, limit: int, width: int, tokenizer: str | None) -> Data:
-    """Cached prefixes of one cache, named by the beginning of its id."""
+    """Cached prefixes of one cache, named by the beginning of its id where there are several."""
     data = call.info(wire.Tree(cache, depth, limit, width))
     if tokenizer:
         _add_text(data["nodes"], tokenizer)
@@ -84,7 +84,7 @@ def tree(call: Call, show: bool, cache: str, depth: int, limit: int, width: int,
 
 def _add_text(nodes: list[dict[str, Any]], folder: str) -> None:
     """Say what the first tokens of each node are."""
-    from kvtier.control.prompts import load_tokenizer  # noqa: PLC0415
+    from kvtier.control.address import load_tokenizer  # noqa: PLC0415
 
     one = load_tokenizer(folder)
     for node in nodes:

@@ -160,6 +160,7 @@ class Dashboard:
         status = await self._asked(wire.Status())
         caches = (await self._asked(wire.Caches()))["caches"]
         if not self._trusted(request):
+            status.pop("disk_path")
             for each in status["instances"]:
                 each.pop("pids")
         body = {"status": status, "caches": caches, "history": self._history.steps(), "trusted": self._trusted(request)}
@@ -167,7 +168,7 @@ class Dashboard:
 
     async def _tree(self, request: web.Request) -> web.Response:
         """Nodes of ?cache=, at most ?limit= of them, ?depth= levels deep."""
-        asked = {name: _number(request.query, name, most) for name, most in (("depth", 10_000), ("limit", 20_000))}
+        asked = {name: _number(request.query, name, most) for name, most in (("depth", 10_000), ("limit", 10_000))}
         ask = wire.Tree(request.query.get("cache", ""), **{name: value for name, value in asked.items() if value})
         data = await self._asked(ask)
         if not self._trusted(request):

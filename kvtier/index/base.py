@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.identity import CacheSpec, chain_keys
-from kvtier.index.check import check
+from kvtier.index.check import checking
 from kvtier.index.copies import Copies, Dropped
 from kvtier.index.node import TIERS, Node
 from kvtier.index.order import Order, Warmth
@@ -27,7 +27,7 @@ class Cut(NamedTuple):
 class Index(Copies):
     """Nodes of one cache. Token caches use RadixIndex, keyed ones KeyedIndex; the rest is common.
 
-    Invariants (see `check`): a published page has a copy of every anchor group in some local tier; `refs` of a
+    Invariants (see `checking`): a published page has a copy of every anchor group in some local tier; `refs` of a
     node is at least that of each child; counts and `below` agree with the handles.
     """
 
@@ -68,6 +68,7 @@ class Index(Copies):
     # -- structure -------------------------------------------------------------------------------------------
 
     def _attach(self, parent: Node, key: bytes, node: Node) -> None:
+        self.version += 1
         if parent.children is None:
             parent.children = {}
         parent.children[key] = node
@@ -104,6 +105,7 @@ class Index(Copies):
     def _die(self, node: Node) -> None:
         """Count a node out; orders that hold many dead entries sweep them."""
         node.dead = True
+        self.version += 1
         self.nodes -= 1
         self.pages -= node.pages
         for order in self.orders.values():
@@ -127,6 +129,7 @@ class Index(Copies):
         assert all(held is None or all(h == NO_COPY for h in held[keep:]) for held in node.at), (
             "truncated pages still had copies"
         )
+        self.version += 1
         self.pages -= node.pages - keep
         node.edge = node.edge[: keep * self.stride]
         node.pages = keep
@@ -199,6 +202,10 @@ class Index(Copies):
             yield node
             stack += (node.children or {}).values()
 
+    def checking(self) -> Iterator[list[str]]:
+        """Broken invariants, in words, in steps between which it may change; see kvtier.index.check.checking."""
+        return checking(self)
+
     def check(self) -> list[str]:
-        """Broken invariants, in words; empty when all hold."""
-        return check(self)
+        """All of them at once; empty when all hold."""
+        return [line for step in self.checking() for line in step]

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvtier.index.node import TIERS, Node
-from kvtier.types import NO_COPY
+from kvtier.types import NO_COPY, Changed
 
 if TYPE_CHECKING:
     from kvtier.index.base import Index
 
 
-def check(index: Index) -> list[str]:
-    """Broken invariants, in words; empty when all hold."""
-    wrong: list[str] = []
+def checking(index: Index) -> Iterator[list[str]]:
+    """Broken invariants, in words, a node a step; the index may change between two steps.
+
+    Raises Changed at the end where it did: the nodes were right each at its time, the totals cannot be compared.
+    """
+    version = index.version
     nodes = pages = 0
+    copies = [0] * TIERS
     for node in index.walk():
+        if version != index.version and node.dead and not _reachable(index, node):
+            yield []
+            continue
         nodes += 1
         pages += node.pages
-        wrong += _check_place(index, node)
-        wrong += _check_copies(index, node)
-    if (nodes, pages) != (index.nodes, index.pages):
-        wrong.append(f"index counts {index.nodes} nodes, {index.pages} pages; there are {nodes}, {pages}")
-    wrong += [f"doomed node at {n.depth} without lease" for n in index.doomed if not n.refs]
-    return wrong
+        copies = [total + count for total, count in zip(copies, node.count, strict=True)]
+        yield _check_place(index, node) + _check_copies(index, node)
+    wrong = [f"doomed node at {n.depth} without lease" for n in index.doomed if not n.refs]
+    if version == index.version:
+        there = nodes, pages, [total + held for total, held in zip(copies, _doomed(index), strict=True)]
+        if there != (index.nodes, index.pages, index.copies):
+            wrong.append(f"counts (nodes, pages, copies) {(index.nodes, index.pages, index.copies)}; there are {there}")
+    yield wrong
+    if version != index.version:
+        raise Changed
+
+
+def _doomed(index: Index) -> list[int]:
+    """Copies per tier of the nodes that were cut while somebody held them."""
+    found = [0] * TIERS
+    for node in index.doomed:
+        for tier in range(TIERS):
+            held = [h for g in range(index.groups) if (h := node.handles(tier, g)) is not None]
+            found[tier] += sum(int((h != NO_COPY).sum()) for h in held)
+    return found
+
+
+def _reachable(index: Index, node: Node) -> bool:
+    """Whether the index still leads to a node."""
+    parent = node.parent
+    assert parent is not None
+    return not parent.dead and (parent.children or {}).get(node.edge[: index.stride]) is node
 
 
 def _check_place(index: Index, node: Node) -> list[str]:

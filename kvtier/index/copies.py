@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.identity import CacheSpec
-from kvtier.index.node import LOCAL, Node, blank
+from kvtier.index.node import LOCAL, TIERS, Node, blank
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY, RUN_PAGES, Kind
 
@@ -53,6 +53,10 @@ class Copies:
         self.orders = orders
         self.heat = heat
         self.watch: Watch | None = None
+        self.version = 0
+        """Grows with whatever changes in nodes or copies."""
+        self.copies = [0] * TIERS
+        """Copies per tier, those of doomed nodes included."""
         self.root = Node(None, b"", 0, 0, self.groups, 0.0)
         self.root.chain = root_chain
 
@@ -179,6 +183,8 @@ class Copies:
         """Account for new copies; the first in a subtree shows all the way up."""
         before = node.count[tier]
         node.count[tier] = before + copies
+        self.copies[tier] += copies
+        self.version += 1
         if (order := self.orders.get(tier)) is not None:
             order.policy.gain(self, node, lo, hi, copies)
         if node.below[tier]:
@@ -193,7 +199,9 @@ class Copies:
         self._offer_all(node)
 
     def _told(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
-        """Let the tier's policy know that copies of pages [lo, hi) are gone."""
+        """Copies of pages [lo, hi) are gone: count them, and let the tier's policy know."""
+        self.copies[tier] -= copies
+        self.version += 1
         if (order := self.orders.get(tier)) is not None:
             order.policy.lose(self, node, lo, hi, copies)
 

@@ -50,8 +50,8 @@ def _pages(text: str, blocks: int, page_bytes: int) -> int:
     return pages
 
 
-def _fail(exc: KvtierError) -> NoReturn:
-    click.echo(f"kvtierctl: {exc.code.value}: {exc}", err=True)
+def _fail(exc: KvtierError, as_json: bool) -> NoReturn:
+    click.echo(json.dumps({"error": exc.data()}) if as_json else f"kvtierctl: {exc.code.value}: {exc}", err=not as_json)
     sys.exit(1)
 
 
@@ -103,7 +103,7 @@ def replay(files: tuple[Path, ...], as_json: bool, capacities: tuple[str, ...], 
     try:
         results = _replayed(files, wanted, options)
     except KvtierError as exc:
-        _fail(exc)
+        _fail(exc, as_json)
     if as_json:
         click.echo(json.dumps(results if len(wanted) > 1 else results[0]))
         return

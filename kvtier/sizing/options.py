@@ -157,7 +157,7 @@ def answers(command: Command) -> Command:
         try:
             report = command(**options)
         except KvtierError as exc:
-            click.echo(f"error: {exc}", err=True)
+            click.echo(json.dumps({"error": exc.data()}) if as_json else f"error: {exc}", err=not as_json)
             sys.exit(1)
         if as_json:
             click.echo(json.dumps(report.as_json() if isinstance(report, Report) else report))

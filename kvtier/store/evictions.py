@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvtier.index import Index, Node
 from kvtier.types import Tier
 
 MOST: Final = 4096
 """Evictions that are remembered; older ones are forgotten."""
+
+BATCH_PAGES: Final = (1, 4, 16, 64, 256, 1024, 4096)
+"""Upper bounds of the buckets of eviction batches; one more is without bound."""
 
 Key = tuple[Index, int, bytes]
 
@@ -32,6 +36,8 @@ class Evictions:
 
     def __init__(self) -> None:
         self._by_page: OrderedDict[Key, Eviction] = OrderedDict()
+        self._batches: dict[str, list[int]] = {}
+        self._pages: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._by_page)
@@ -46,15 +52,21 @@ class Evictions:
         if len(self._by_page) > MOST:
             self._by_page.popitem(last=False)
 
+    def batch(self, tier: Tier, pages: int) -> None:
+        """So many pages left a tier at once to make room; none is no batch."""
+        if pages:
+            name = tier.name.lower()
+            self._batches.setdefault(name, [0] * (len(BATCH_PAGES) + 1))[bisect_left(BATCH_PAGES, pages)] += 1
+            self._pages[name] = self._pages.get(name, 0) + pages
+
+    def batches(self) -> dict[str, Any]:
+        """Histogram of the sizes of batches, by tier."""
+        rows = {tier: {"buckets": list(self._batches[tier]), "pages": self._pages[tier]} for tier in self._batches}
+        return {"bounds": list(BATCH_PAGES), "tiers": rows}
+
     def of(self, index: Index, page: int, key: bytes) -> Eviction | None:
         """The eviction that began with this page key at this page number, if it is remembered."""
         return self._by_page.get((index, page, key))
-
-    def along(self, index: Index, keys: bytes) -> list[Eviction]:
-        """Remembered evictions that began at some page of a path, latest last."""
-        stride = index.stride
-        found = (self.of(index, page, keys[page * stride : (page + 1) * stride]) for page in range(len(keys) // stride))
-        return sorted(record for record in found if record is not None)
 
     def forget(self, index: Index) -> None:
         """Drop what is remembered of an index that ends."""

@@ -28,12 +28,13 @@ WHOLE = 1 << 63
 class Path:
     """A request handle: the page keys of one request so far. Pins nothing."""
 
-    __slots__ = ("asked", "asked_bytes", "cache", "keys", "request", "used")
+    __slots__ = ("asked", "asked_bytes", "cache", "keys", "request", "session", "used")
 
-    def __init__(self, cache: Cache, request: str) -> None:
+    def __init__(self, cache: Cache, request: str, session: str = "") -> None:
         self.cache = cache
         self.keys = b""
         self.request = request
+        self.session = session
         self.used = False
         """Whether the index has counted it."""
         self.asked: asyncio.Task[None] | None = None

@@ -106,7 +106,8 @@ class Loads:
             cache.pool.mark(m.group, [slot], SlotState.FILLING)
         requests = [(m.disk, m.group, cache.views(m.group, slot)) for m, slot in plan]
         try:
-            results = await self.mover.run(disk.read, requests, urgency=Urgency.LOAD)
+            with self.space.ways.busy.moving("disk_to_host"):
+                results = await self.mover.run(disk.read, requests, urgency=Urgency.LOAD)
         except BaseException:
             for m, slot in plan:
                 cache.pool.free(m.group, [slot])

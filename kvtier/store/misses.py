@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvtier.index.radix import Found
 from kvtier.store.cache import Cache
-from kvtier.store.evictions import Evictions
+from kvtier.store.evictions import Eviction, Evictions
 from kvtier.types import Tier
 from kvtier.wire import Segment
 
@@ -24,10 +24,14 @@ def reason(cache: Cache, keys: bytes, found: Found, evictions: Evictions) -> str
     page = found.pages
     if (cache.radix.windows or cache.radix.states) and cache.radix.deepest(keys)[1] > page:
         return "rule"
-    gone = evictions.of(cache.index, page, keys[page * stride : (page + 1) * stride])
-    if gone is None:
+    return why_gone(evictions.of(cache.index, page, keys[page * stride : (page + 1) * stride]))
+
+
+def why_gone(eviction: Eviction | None) -> str:
+    """Why a page is not there, by what is remembered of its going (absent, evicted, lost)."""
+    if eviction is None:
         return "absent"
-    return "lost" if gone.why.startswith("lost") else "evicted"
+    return "lost" if eviction.why.startswith("lost") else "evicted"
 
 
 def count(

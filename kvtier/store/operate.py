@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
 from kvtier import wire
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.store.parts import SLICE_S, Parts
+from kvtier.store.parts import Parts
 from kvtier.store.persist import flush_error
-from kvtier.store.prompts import cache_of, own_subtree, peek, resolve
+from kvtier.store.prompts import cache_of, held, own, resolve
+from kvtier.store.slices import popped, sliced
 from kvtier.types import Code, KvtierError, Tier, bad
 
 
@@ -25,20 +26,19 @@ class Operate:
     async def warm(self, msg: wire.Warm) -> wire.Info:
         """Load what matches of a prompt into host. Raises bad_request, unknown."""
         deadline = self.parts.deadline(msg.wait_ms)
-        prompt = await resolve(self.parts.caches, self.parts.requests, msg.of)
-        cache, found = prompt.cache, peek(prompt)
-        if not found.pages:
-            return wire.Info({"pages": 0, "items": 0, "left": 0})
-        index = cache.radix
-        node = index.ending_at(found.node, found.pages)
-        index.lease(node)
+        what = held(await resolve(self.parts.caches, self.parts.requests, msg.of))
+        what.lease()
         try:
-            wanted = self.parts.loads.missing(cache, node, index.needed(found.pages))
-            await self.parts.loads.bring(cache, wanted, deadline)
-            left = 0 if node.dead else len(self.parts.loads.missing(cache, node, index.needed(found.pages)))
+            await asyncio.sleep(0)  # each step of many keys is long enough
+            wanted = what.missing(self.parts.loads)
+            await asyncio.sleep(0)
+            await self.parts.loads.bring(what.cache, wanted, deadline)
+            left = len(what.missing(self.parts.loads))
+            await asyncio.sleep(0)
         finally:
-            self.parts.unlease(cache, node)
-        return wire.Info({"pages": found.pages, "items": len(wanted), "left": left})
+            for node in what.nodes:
+                self.parts.unlease(what.cache, node)
+        return wire.Info({"pages": what.pages, "items": len(wanted), "left": left})
 
     # -- evict -----------------------------------------------------------------------------------------------------
 
@@ -57,52 +57,37 @@ class Operate:
             reason = await self.parts.persist.flush([cache], deadline)
             if reason:
                 raise flush_error(reason)
-        top = own_subtree(prompt, peek(prompt))
-        if top is None:
-            return wire.Info({"pages": 0, "held": 0})
-        if msg.tier == "all":
-            pages, held = await self._cut_all(cache, top)
-        else:
-            pages, held = await self._demote(cache, top)
-        return wire.Info({"pages": pages, "held": held})
+        pages, kept = await (self._cut if msg.tier == "all" else self._demote)(cache, own(prompt))
+        return wire.Info({"pages": pages, "held": kept})
 
-    async def _demote(self, cache: Cache, top: Node) -> tuple[int, int]:
-        """Drop the host copies of a subtree that disk has and nobody holds; (pages dropped, pages held)."""
-        gone = held = 0
-        stack = [top]
-        async for _ in _turns():
-            if not stack:
-                break
-            node = stack.pop()
-            stack += (node.children or {}).values()
+    async def _demote(self, cache: Cache, tops: list[Node]) -> tuple[int, int]:
+        """Drop the host copies of subtrees that disk has and nobody holds; (pages dropped, pages held)."""
+        gone = kept = 0
+        async for node in sliced(popped(tops)):
+            tops += (node.children or {}).values()
             have = node.count[Tier.HOST]
             if node.dead or not have:
                 continue
             if node.refs or self.parts.space.unsaved_from(cache.index, node, 0, node.pages) < node.pages:
-                held += node.pages
+                kept += node.pages
                 continue
             self._note(cache, node)
             for dropped in cache.index.drop(node, 0, node.pages, Tier.HOST):
                 cache.pool.free(dropped.group, dropped.handles)
             gone += node.pages
         self.parts.counts["pages_evicted_host"] += gone
-        return gone, held
+        return gone, kept
 
-    async def _cut_all(self, cache: Cache, top: Node) -> tuple[int, int]:
-        """Cut a subtree, leaves first; pages that somebody holds go when they are let go of."""
-        pages = held = 0
-        async for _ in _turns():
-            if top.dead:
-                break
-            node = top
-            while node.children:
-                node = next(iter(node.children.values()))
+    async def _cut(self, cache: Cache, tops: list[Node]) -> tuple[int, int]:
+        """Cut subtrees, leaves first; pages that somebody holds go when they are let go of."""
+        pages = kept = 0
+        async for node in sliced(_leaves(tops)):
             self._note(cache, node)
             cut = cache.index.cut(node)
             cache.release(cut.freed, self.parts.disk)
             pages += cut.pages
-            held += cut.doomed
-        return pages, held
+            kept += cut.doomed
+        return pages, kept
 
     def _note(self, cache: Cache, node: Node) -> None:
         """Remember that an operator did it."""
@@ -113,8 +98,10 @@ class Operate:
     # -- whole caches ----------------------------------------------------------------------------------------------
 
     async def remove(self, msg: wire.Remove) -> wire.Info:
-        """Empty one cache; one that no engine has open is forgotten. Raises unknown."""
-        return wire.Info(await self._empty([cache_of(self.parts.caches, msg.cache, tokens=False)]))
+        """Empty one cache; one that no engine has open is forgotten. Raises bad_request, unknown."""
+        if not msg.cache:
+            raise bad("cache", "the beginning of a cache's id")
+        return wire.Info(await self._empty([cache_of(self.parts.caches, msg.cache)]))
 
     async def purge(self, msg: wire.Purge) -> wire.Info:
         """Empty every cache of a scope, a tenant's salt, an adapter: what is given must all fit. Raises bad_request."""
@@ -137,22 +124,22 @@ class Operate:
     async def _empty(self, caches: list[Cache]) -> dict[str, Any]:
         """Cut everything that the caches hold now."""
         self._indexed()
-        pages = held = 0
+        pages = kept = 0
         for cache in caches:
-            for key in list(cache.index.root.children or {}):
-                top = (cache.index.root.children or {}).get(key)
-                if top is not None:
-                    cut, doomed = await self._cut_all(cache, top)
-                    pages, held = pages + cut, held + doomed
+            cut, doomed = await self._cut(cache, list((cache.index.root.children or {}).values()))
+            pages, kept = pages + cut, kept + doomed
+            await asyncio.sleep(0)  # caches may be many and small
         self.parts.prune()
-        return {"caches": [cache.id.hex() for cache in caches], "pages": pages, "held": held}
+        return {"caches": [cache.id.hex() for cache in caches], "pages": pages, "held": kept}
 
 
-async def _turns() -> AsyncIterator[None]:
-    """Steps of long work: lets the loop do other things after each slice."""
-    until = time.perf_counter() + SLICE_S
-    while True:
-        yield
-        if time.perf_counter() > until:
-            await asyncio.sleep(0)
-            until = time.perf_counter() + SLICE_S
+def _leaves(tops: list[Node]) -> Iterator[Node]:
+    """A leaf of some subtree, again and again until all of them were cut."""
+    while tops:
+        node = tops[-1]
+        if node.dead:
+            tops.pop()
+            continue
+        while node.children:
+            node = next(iter(node.children.values()))
+        yield node

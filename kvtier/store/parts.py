@@ -16,7 +16,7 @@ from kvtier.store.graft import Late, Places, graft, graft_late
 from kvtier.store.instance import Instance, Process
 from kvtier.store.loads import Loads
 from kvtier.store.persist import Persist
-from kvtier.store.prompts import Requests
+from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
 from kvtier.store.space import Space
 from kvtier.store.ways import Ways
@@ -211,7 +211,7 @@ class Parts:
 
     def check(self) -> list[str]:
         """Broken invariants of the whole store, in words."""
-        wrong = list(self.host.check())
+        wrong = self.host.check()
         if self.disk is not None:
             wrong += self.disk.check()
         for cache in self.caches.values():

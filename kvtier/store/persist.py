@@ -327,7 +327,7 @@ class Persist:
         """Free at least `nbytes` of cold pages on disk; False when nothing is free to go."""
         disk = self.disk
         assert disk is not None
-        freed = 0
+        freed = pages = 0
         while freed < nbytes:
             taken = self.order.pop(self.ways.now())
             if taken is None:
@@ -343,10 +343,11 @@ class Persist:
             cache.release(gone, disk)
             freed += sum(len(d.handles) * cache.item_bytes[d.group] for d in gone if d.tier == Tier.DISK)
             self.counts["pages_evicted_disk"] += hi - lo
-            self.counts["evictions_disk"] += 1
+            pages += hi - lo
             index.settle(node)
             index.requeue(node, Tier.DISK)
             self._full_until = asyncio.get_running_loop().time() + FULL_S
+        self.evictions.batch(Tier.DISK, pages)
         return freed > 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any, Final, NamedTuple
 
 from kvtier import wire
-from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
-from kvtier.store.prompts import Prompt, peek, resolve
+from kvtier.store.prompts import Held, held, resolve
 from kvtier.types import Code, KvtierError, bad
 
 SHARE: Final = 0.5
@@ -20,12 +20,10 @@ WEEK_S: Final = 7 * 86400.0
 
 
 class Pin(NamedTuple):
-    """One hold: the path to `node`, `pages` long."""
+    """One hold."""
 
     number: int
-    cache: Cache
-    node: Node
-    pages: int
+    what: Held
     cost: int
     priority: int
     ends: float
@@ -49,26 +47,20 @@ class Pins:
             raise bad("ttl_s", f"a time in (0, {WEEK_S:.0f}] seconds", msg.ttl_s)
         if not 0 <= msg.priority <= 100:
             raise bad("priority", "0..100", msg.priority)
-        prompt = await resolve(self.parts.caches, self.parts.requests, msg.of)
-        found = peek(prompt)
-        if not found.pages:
-            raise KvtierError(Code.UNKNOWN, "nothing of the prompt is cached", "of")
-        needed = prompt.cache.radix.needed(found.pages)
-        cost = sum(count * prompt.cache.slot_cost(group) for group, _, count in needed)
-        self._make_room(cost, msg.priority)
-        return wire.Info(self._row(self._hold(prompt, found.node, found.pages, cost, msg)))
+        what = held(await resolve(self.parts.caches, self.parts.requests, msg.of))
+        if not what.nodes:
+            raise KvtierError(Code.UNKNOWN, "nothing of it is cached", "prompt")
+        self._make_room(what.cost, msg.priority)
+        return wire.Info(self._row(self._hold(what, msg)))
 
-    def _hold(self, prompt: Prompt, node: Node, pages: int, cost: int, msg: wire.Pin) -> Pin:
-        """Lease the path, load what of it is not in host, end it in time."""
-        cache, loop = prompt.cache, asyncio.get_running_loop()
-        node = cache.radix.ending_at(node, pages)
-        cache.index.lease(node)
+    def _hold(self, what: Held, msg: wire.Pin) -> Pin:
+        """Lease it, load what of it is not in host, end it in time."""
+        loop = asyncio.get_running_loop()
+        what.lease()
         number = next(self.parts.numbers)
         timer = loop.call_later(msg.ttl_s, self._drop, number)
-        pin = Pin(number, cache, node, pages, cost, msg.priority, loop.time() + msg.ttl_s, timer)
-        self.pins[number] = pin
-        missing = self.parts.loads.missing(cache, node, cache.radix.needed(pages))
-        self.parts.loads.start(cache, missing, loop.time() + LOAD_S)
+        pin = self.pins[number] = Pin(number, what, what.cost, msg.priority, loop.time() + msg.ttl_s, timer)
+        self.parts.loads.start(what.cache, what.missing(self.parts.loads), loop.time() + LOAD_S)
         return pin
 
     def _make_room(self, cost: int, priority: int) -> None:
@@ -84,7 +76,7 @@ class Pins:
             over -= pin.cost
             crowd -= 1
         if over > 0 or crowd > 0:
-            raise KvtierError(Code.OVER_CAP, f"pins may hold {most} bytes of host and be {MOST}", "of")
+            raise KvtierError(Code.OVER_CAP, f"pins may hold {most} bytes of host and be {MOST}", "prompt")
         for pin in victims:
             self._drop(pin.number)
 
@@ -93,7 +85,8 @@ class Pins:
         pin = self.pins.pop(number, None)
         if pin is not None:
             pin.timer.cancel()
-            self.parts.unlease(pin.cache, pin.node)
+            for node in pin.what.nodes:
+                self.parts.unlease(pin.what.cache, node)
 
     def unpin(self, msg: wire.Unpin) -> wire.Info:
         """End a pin, or all of them (0). Raises unknown."""
@@ -103,6 +96,10 @@ class Pins:
         for number in gone:
             self._drop(number)
         return wire.Info({"unpinned": gone})
+
+    def held(self) -> Counter[Cache]:
+        """How many leases pins hold of each cache."""
+        return Counter(pin.what.cache for pin in self.pins.values() for _ in pin.what.nodes)
 
     def list(self, msg: wire.Pins) -> wire.Info:
         """Every pin."""
@@ -114,10 +111,10 @@ class Pins:
         """One pin for people."""
         return {
             "pin": pin.number,
-            "cache": pin.cache.id.hex(),
-            "pages": pin.pages,
+            "cache": pin.what.cache.id.hex(),
+            "pages": pin.what.pages,
             "held_bytes": pin.cost,
             "priority": pin.priority,
             "left_s": round(max(0.0, pin.ends - asyncio.get_running_loop().time()), 1),
-            "lost": pin.node.dead,
+            "lost": any(node.dead for node in pin.what.nodes),
         }

@@ -166,7 +166,10 @@ class Regions:
             if row >= 0 and source.handles[at] != NO_COPY
         ]
         pieces = [piece for _, piece in plan]
-        moved = await self._move(process, msg.region, lambda region: move(self.parts.mover, region, pieces, load=True))
+        with self.parts.ways.busy.moving("host_to_region"):
+            moved = await self._move(
+                process, msg.region, lambda region: move(self.parts.mover, region, pieces, load=True)
+            )
         for (at, _), result in zip(plan, moved, strict=True):
             done[at] = not result.error
             if result.error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import os
 import time
 from collections import Counter
@@ -13,13 +15,19 @@ from kvtier import wire
 from kvtier.heat import Heat
 from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
+from kvtier.store.busy import rates
 from kvtier.store.cache import Cache
+from kvtier.store.checkup import Checkup
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of
+from kvtier.store.requests import MOST_REQUESTS
+from kvtier.store.slices import popped, sliced
 from kvtier.tiers.pool import HostPool
 from kvtier.tiers.slab import SlotState
 from kvtier.types import Tier, bad
 
+MOST_NODES = 10_000
+"""Of one answer, which is encoded in one go."""
 HEAT_OF = 3
 """Half-life that people are shown: 512 s."""
 
@@ -27,8 +35,9 @@ HEAT_OF = 3
 class Report:
     """Plain trees of names and values."""
 
-    def __init__(self, parts: Parts, version: str) -> None:
+    def __init__(self, parts: Parts, checkup: Checkup, version: str) -> None:
         self.parts = parts
+        self.checkup = checkup
         self.version = version
         self.started = time.monotonic()
 
@@ -77,6 +86,7 @@ class Report:
                 "pid": os.getpid(),
                 "uptime_s": round(time.monotonic() - self.started, 1),
                 "rss_bytes": psutil.Process().memory_info().rss,
+                "disk_path": "" if parts.disk is None else str(parts.disk.path),
                 "tiers": self._tiers(),
                 "caches": len(parts.caches),
                 "pages": sum(c.index.pages for c in parts.caches.values()),
@@ -85,7 +95,10 @@ class Report:
                     "running": parts.mover.running,
                     "waiting": parts.mover.waiting,
                     "disk_queue_pages": parts.persist.queued_pages,
+                    "loads": len(parts.loads.moving),
                 },
+                "bytes_s": rates(parts.counts),
+                "checked": self.checkup.last.data() if self.checkup.last else {},
                 "slots": dict(sum((_states(pool) for pool in parts.host.pools), Counter())),
                 "peers": [] if parts.peers is None else parts.peers.tier.status(),
                 "counters": dict(parts.counts),
@@ -119,6 +132,9 @@ class Report:
                     "pushes": 0 if parts.peers is None else parts.peers.unpushed,
                     "reservations_waiting": len(parts.waiting),
                 },
+                "eviction_batches": parts.persist.evictions.batches(),
+                "checks": self.checkup.rounds,
+                "checked": self.checkup.last.data() if self.checkup.last else {},
                 "counters": dict(parts.counts),
             }
         )
@@ -126,31 +142,57 @@ class Report:
     def caches(self, msg: wire.Caches) -> wire.Info:
         """One row per cache."""
         del msg
-        return wire.Info({"caches": [_row(c) for c in self.parts.caches.values()]})
+        return wire.Info({"caches": [_row(cache) for cache in self.parts.caches.values()]})
 
-    def tree(self, msg: wire.Tree) -> wire.Info:
+    async def tree(self, msg: wire.Tree) -> wire.Info:
         """Nodes of one cache, depth first; `left_off` says how many were not shown."""
-        if not 1 <= msg.limit <= 100_000 or not 1 <= msg.depth <= 10_000 or msg.width < 1:
+        if not 1 <= msg.limit <= MOST_NODES or not 1 <= msg.depth <= 10_000 or msg.width < 1:
             asked = msg.limit, msg.depth, msg.width
-            raise bad("limit", "1..100000 nodes, a depth of 1..10000 and a width of at least 1", asked)
-        cache = cache_of(self.parts.caches, msg.cache, tokens=False)
+            raise bad("limit", f"1..{MOST_NODES} nodes, a depth of 1..10000 and a width of at least 1", asked)
+        cache = cache_of(self.parts.caches, msg.cache)
         rows: list[dict[str, Any]] = []
-        top = sorted((cache.index.root.children or {}).values(), key=lambda n: n.time)
-        stack = [(n, 0) for n in top[-msg.width :]]
-        shown = 0
-        while stack and shown < msg.limit:
-            node, level = stack.pop()
+        stack = [(node, 0) for node in await _latest(cache.index.root, min(msg.width, msg.limit))]
+        async for node, level in sliced(itertools.islice(popped(stack), msg.limit)):
+            if node.dead:
+                continue
             rows.append(_node(cache, node, level, self.parts.now()))
-            shown += 1
             if level + 1 < msg.depth:
-                below = sorted((node.children or {}).values(), key=lambda n: n.time)
-                stack += [(n, level + 1) for n in below[-msg.width :]]
-        return wire.Info({"cache": _row(cache), "nodes": rows, "left_off": cache.index.nodes - shown})
+                stack += [(child, level + 1) for child in await _latest(node, min(msg.width, msg.limit))]
+        left_off = max(0, cache.index.nodes - len(rows))
+        return wire.Info({"cache": _row(cache), "nodes": rows, "left_off": left_off})
 
-    def check(self, msg: wire.Check) -> wire.Info:
+    def requests(self, msg: wire.Requests) -> wire.Info:
+        """Requests that engines gave an id, latest first. Raises bad_request."""
+        if not 1 <= msg.limit <= MOST_REQUESTS:
+            raise bad("limit", f"1..{MOST_REQUESTS}", msg.limit)
+        rows = [
+            {
+                "request": path.request,
+                "session": path.session,
+                "cache": path.cache.id.hex(),
+                "pages": (pages := len(path.keys) // path.cache.index.stride),
+                "tokens": pages * path.cache.spec.page_tokens,
+                "ago_s": round(time.time() - when, 1),
+            }
+            for path, when in itertools.islice(self.parts.requests.latest(msg.session), msg.limit)
+        ]
+        return wire.Info({"requests": rows})
+
+    async def check(self, msg: wire.Check) -> wire.Info:
         """Broken invariants, and what is held while nobody is attached."""
         del msg
-        return wire.Info({"broken": self.parts.check()})
+        return wire.Info((await self.checkup.round())._asdict())
+
+
+async def _latest(node: Node, most: int) -> list[Node]:
+    """Children of a node, the most recently used last."""
+    found: list[tuple[float, int, Node]] = []
+    async for number, child in sliced(enumerate(list((node.children or {}).values()))):
+        if len(found) < most:
+            heapq.heappush(found, (child.time, number, child))
+        elif child.time > found[0][0]:
+            heapq.heapreplace(found, (child.time, number, child))
+    return [child for _, _, child in sorted(found)]
 
 
 def _states(pool: HostPool) -> Counter[str]:
@@ -177,9 +219,7 @@ def _row(cache: Cache) -> dict[str, Any]:
         "retired": cache.retired,
         "nodes": cache.index.nodes,
         "pages": cache.index.pages,
-        "tiers": {
-            tier.name.lower(): total for tier in Tier if (total := sum(node.count[tier] for node in cache.index.walk()))
-        },
+        "tiers": {tier.name.lower(): count for tier in Tier if (count := cache.index.copies[tier])},
         "counters": dict(cache.counts),
     }
 

@@ -46,6 +46,8 @@ class Routing:
             raise bad("session", f"at most {MAX_SESSION} characters")
         prompt = await resolve(self.parts.caches, self.parts.requests, msg.of)
         cache, keys = prompt.cache, prompt.keys
+        if cache.spec.keyed:
+            raise bad("of", "a prompt of a token cache")
         peers = self.parts.peers
         pages = len(keys) // cache.index.stride
         if not pages:

@@ -97,8 +97,7 @@ class Space:
         """
         order = self.order_of(pool)
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
-        progress = False
-        offered = 0
+        dropped = offered = 0
         unsaved: list[tuple[Index, Node]] = []
         while offered < max(left):
             taken = order.pop(self.ways.now()) if len(unsaved) < MAX_UNSAVED else None
@@ -116,10 +115,11 @@ class Space:
                 if pages or self.persist.disk is not None:
                     continue  # held until written; comes back to the order then
             self._drop(index, node, lo, hi, left)
-            progress = True
+            dropped += hi - lo
         for index, node in unsaved:
             index.requeue(node, Tier.HOST)
-        return progress
+        self.persist.evictions.batch(Tier.HOST, dropped)
+        return dropped > 0
 
     def _save(self, index: Index, node: Node) -> int:
         """Offer what is unsaved of a leaf's last run to disk; returns how many pages that takes, 0 for none."""
@@ -141,7 +141,6 @@ class Space:
         for dropped in gone:
             left[dropped.group] -= len(dropped.handles) * (dropped.tier == Tier.HOST)
         self.counts["pages_evicted_host"] += hi - lo
-        self.counts["evictions_host"] += 1
         index.settle(node)
         index.requeue(node, Tier.HOST)
 

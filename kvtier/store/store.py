@@ -10,6 +10,7 @@ from kvtier import wire
 from kvtier.identity import base_id
 from kvtier.peer.base import PeerTier
 from kvtier.store.cache import Cache
+from kvtier.store.checkup import Checkup
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
 from kvtier.store.instance import Instance, Process
@@ -57,12 +58,13 @@ class Store:
         self.keys = Keys(self.parts)
         self.commits = Commits(self.parts)
         self.regions = Regions(self.parts, self.keys, self.commits)
-        self.report = Report(self.parts, version)
         self.pins = Pins(self.parts)
+        self.checkup = Checkup(self.parts, self.pins)
+        self.report = Report(self.parts, self.checkup, version)
         operate = Operate(self.parts)
         self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
         self._scrub_bytes_s = scrub_bytes_s
-        self._scrubbing: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self.closing = False
         self.verbs: Mapping[type[wire.Message], Verb] = {
             wire.Open: self.open,
@@ -92,6 +94,7 @@ class Store:
             wire.Tree: self.report.tree,
             wire.Check: self.report.check,
             wire.Metrics: self.report.metrics,
+            wire.Requests: self.report.requests,
             wire.Explain: Explain(self.parts).explain,
             wire.Pin: self.pins.pin,
             wire.Unpin: self.pins.unpin,
@@ -108,8 +111,9 @@ class Store:
         """Begin to rebuild the indexes from disk; engines may be served meanwhile. The task ends when all is loaded."""
         loop = asyncio.get_running_loop()
         self.loading = loop.create_task(self.parts.restore())
+        self._background.append(loop.create_task(self.checkup.run()))
         if self._scrub_bytes_s:
-            self._scrubbing = loop.create_task(self.scrub.run(self._scrub_bytes_s))
+            self._background.append(loop.create_task(self.scrub.run(self._scrub_bytes_s)))
         if self.parts.peers is not None:
             self.parts.peers.start()
         return self.loading
@@ -212,9 +216,9 @@ class Store:
         self.loading.cancel()
         if self.parts.peers is not None:
             await self.parts.peers.close()
-        if self._scrubbing is not None:
-            self._scrubbing.cancel()
-            await asyncio.wait([self._scrubbing])
+        for task in self._background:
+            task.cancel()
+        await asyncio.wait(self._background)
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
             await self.parts.persist.flush(list(self.parts.caches.values()), deadline)

@@ -57,7 +57,8 @@ class Tokens:
             number, cache = msg.handle, path.cache
         else:
             cache = self.parts.opened(process, msg.cache)
-            path, number = Path(cache, msg.request[:128]), next(self.parts.numbers)
+            path = Path(cache, msg.request[: wire.MAX_NAME], msg.session[: wire.MAX_NAME])
+            number = next(self.parts.numbers)
         if cache.spec.keyed:
             raise bad("cache", "a token cache (this one is keyed: use exists)", msg.cache)
         if len(msg.keys) % cache.index.stride:

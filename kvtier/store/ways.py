@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier.heat import Heat
 from kvtier.policy import DEFAULT, Policy, load
+from kvtier.store.busy import Busy
 
 
 class Ways:
@@ -18,5 +19,6 @@ class Ways:
         self.now = now
         self.heat = Heat()
         self.counts: Counter[str] = Counter()
+        self.busy = Busy(self.counts)
         self.policy_name = policy
         self.policy: type[Policy[Any]] = load(policy)

@@ -7,7 +7,8 @@ returns to the common stock once its last cell is free, so no size can strand sp
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from kvtier.types import PAGE_ALIGN, align_up
@@ -261,26 +262,32 @@ class Cells:
 
     def check(self, used: Iterable[Span], pending: Iterable[Span]) -> list[str]:
         """What disagrees with the spans known to be used and pending: shared cells, lost cells, wrong counts."""
-        wrong: list[str] = []
+        spans = itertools.chain(((0, span) for span in used), ((1, span) for span in pending))
+        return [line for step in self.checking(spans) for line in step]
+
+    def checking(self, spans: Iterable[tuple[int, Span]]) -> Iterator[list[str]]:
+        """The same in steps, of spans that are used (0) or pending (1); nothing may change between two steps."""
         taken: dict[int, int] = {}
         blocks = [0, 0]
-        for which, spans in enumerate((used, pending)):
-            for span in spans:
-                slab, at = divmod(span.first, self.slab_blocks)
-                bits = ((1 << span.cells) - 1) << (at // span.blocks)
-                if self._size[slab] != span.blocks:
-                    wrong.append(f"{span} lies in a slab of cells of {self._size[slab]} blocks")
-                if taken.get(slab, 0) & bits:
-                    wrong.append(f"{span} shares cells with another span")
-                taken[slab] = taken.get(slab, 0) | bits
-                blocks[which] += span.total
+        for which, span in spans:
+            wrong: list[str] = []
+            slab, at = divmod(span.first, self.slab_blocks)
+            bits = ((1 << span.cells) - 1) << (at // span.blocks)
+            if self._size[slab] != span.blocks:
+                wrong.append(f"{span} lies in a slab of cells of {self._size[slab]} blocks")
+            if taken.get(slab, 0) & bits:
+                wrong.append(f"{span} shares cells with another span")
+            taken[slab] = taken.get(slab, 0) | bits
+            blocks[which] += span.total
+            yield wrong
         for slab, size in enumerate(self._size):
             full = (1 << self.slab_blocks // size) - 1 if size else 0
-            if self._mask[slab] ^ taken.get(slab, 0) != full or self._mask[slab] & taken.get(slab, 0):
-                wrong.append(f"slab {slab}: free cells and named cells do not add up to all cells")
+            free, named = self._mask[slab], taken.get(slab, 0)
+            right = free ^ named == full and not free & named
+            yield [] if right else [f"slab {slab}: free cells and named cells do not add up to all cells"]
         if blocks != [self.used, self.pending]:
-            wrong.append(f"counted {blocks} blocks used and pending, expected {[self.used, self.pending]}")
-        return wrong + self._check_counts()
+            yield [f"counted {blocks} blocks used and pending, expected {[self.used, self.pending]}"]
+        yield self._check_counts()
 
     def _check_counts(self) -> list[str]:
         free: dict[int, int] = {}

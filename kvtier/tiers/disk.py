@@ -366,6 +366,10 @@ class DiskTier:
         """Every disagreement between runs, cells and counts; empty when all is well. Loading must have ended."""
         return self._ledger.check()
 
+    def checking(self) -> Iterator[list[str]]:
+        """The same in steps. Raises Changed as soon as something changed between two of them."""
+        return self._ledger.checking()
+
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Finish what is under way, commit what is ready, refuse the rest; blocks, at most a few timeouts."""
         if self._closing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from kvtier.identity import Shape
@@ -91,10 +91,15 @@ class HostTier:
         """Wait until no memory is left to be warmed or punched out; whether that came in time. Blocks."""
         return self._space.settle(timeout_s)
 
+    def checking(self) -> Iterator[list[str]]:
+        """Broken invariants of the budget and of every pool, in steps between which they may change."""
+        yield self._space.check(slab.plot for pool in self.pools for slab in pool.slabs)
+        for pool in self.pools:
+            yield from pool.checking()
+
     def check(self) -> list[str]:
-        """Broken invariants of the budget and of every pool."""
-        wrong = self._space.check(slab.plot for pool in self.pools for slab in pool.slabs)
-        return wrong + [line for pool in self.pools for line in pool.check()]
+        """All of them at once."""
+        return [line for step in self.checking() for line in step]
 
     def close(self) -> None:
         """Stop the background thread and close the arenas; views handed out stay readable."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kvtier.tiers.cells import BLOCK, Cells, Layout, Span
@@ -23,7 +23,7 @@ from kvtier.tiers.records import (
     run_number,
     spans_of,
 )
-from kvtier.types import RUN_PAGES, Code, KvtierError, bad
+from kvtier.types import RUN_PAGES, Changed, Code, KvtierError, bad
 
 PAGE_BITS: Final = 6
 PAGE_MASK: Final = RUN_PAGES - 1
@@ -85,7 +85,7 @@ class Ledger:
         self._pending: dict[int, list[Span]] = {}  # by ticket: cells whose free is not durable yet
         self._moving: dict[int, list[Span]] = {}  # by ticket: cells that something is being copied to
         self._doubtful: list[Span] = []  # pending too: cells that a failed commit may have named
-        self._tickets = count()
+        self._ticket = 0
 
     # -- caches -------------------------------------------------------------------------------------------------
 
@@ -175,9 +175,13 @@ class Ledger:
 
     def _retire(self, spans: list[Span]) -> int:
         self.cells.retire(spans)
-        ticket = next(self._tickets)
+        ticket = self._take_ticket()
         self._pending[ticket] = spans
         return ticket
+
+    def _take_ticket(self) -> int:
+        self._ticket += 1
+        return self._ticket
 
     def _delete(self, run: Run, changes: list[Change]) -> None:
         del self.runs[run.id]
@@ -214,7 +218,7 @@ class Ledger:
         spans = self.cells.take(size, len(places)) if places else None
         if spans is None:
             return None
-        ticket = next(self._tickets)
+        ticket = self._take_ticket()
         self._moving[ticket] = spans
         old = [run.parts[group][at] for group, at in places]
         return Move(ticket, run, places, old, [cell for span in spans for cell in span.cell_list()], size)
@@ -283,16 +287,37 @@ class Ledger:
 
     def check(self) -> list[str]:
         """Every disagreement between runs, cells and counts; empty when all is well."""
-        used = [span for run in self.runs.values() for span in run.spans(run.live)]
-        used += [span for spans in (*self._writing.values(), *self._moving.values()) for span in spans]
-        pending = [span for spans in self._pending.values() for span in spans] + self._doubtful
-        wrong = self.cells.check(used, pending)
-        for number, run in self.runs.items():
-            if run.id != number or not run.live or run.live >> run.pages or number not in self.of_cache[run.cache]:
-                wrong.append(f"run {number} is not what it is filed as")
+        return [line for step in self.checking() for line in step]
+
+    def checking(self) -> Iterator[list[str]]:
+        """The same in steps. Raises Changed as soon as something changed between two of them."""
+        version = self._version()
+        for step in itertools.chain(self.cells.checking(self._spans()), self._check_files()):
+            yield step
+            if self._version() != version:
+                raise Changed
+
+    def _version(self) -> tuple[int, ...]:
+        """Differs whenever some cell or run has changed: run and ticket numbers are never given again."""
+        counts = len(self.runs), len(self._writing), len(self._doubtful)
+        return self.next_run, self.next_cache, self._ticket, *counts, self.cells.used, self.cells.pending
+
+    def _spans(self) -> Iterator[tuple[int, Span]]:
+        """Every span that is used (0) or pending (1)."""
+        for run in list(self.runs.values()):
+            yield from ((0, span) for span in run.spans(run.live))
+        for spans in (*self._writing.values(), *self._moving.values()):
+            yield from ((0, span) for span in spans)
+        for spans in (*self._pending.values(), self._doubtful):
+            yield from ((1, span) for span in spans)
+
+    def _check_files(self) -> Iterator[list[str]]:
+        """Runs under their numbers and in their caches."""
+        for number, run in list(self.runs.items()):
+            right = run.id == number and run.live and not run.live >> run.pages and number in self.of_cache[run.cache]
+            yield [] if right else [f"run {number} is not what it is filed as"]
         if sum(map(len, self.of_cache.values())) != len(self.runs):
-            wrong.append("runs by cache and runs differ")
-        return wrong
+            yield ["runs by cache and runs differ"]
 
 
 def check_items(items: Sequence[Item], pages: int, groups: int) -> None:

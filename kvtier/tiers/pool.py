@@ -6,7 +6,7 @@ import bisect
 import heapq
 import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -213,19 +213,25 @@ class HostPool:
             self._return(self._groups[slab.group], slab)
         return sum(slab.plot.hi - slab.plot.lo for slab in empty)
 
-    def check(self) -> list[str]:
-        """Broken invariants of the pool's own slabs and items."""
-        wrong = [line for slab in self.slabs for line in slab.check()]
+    def checking(self) -> Iterator[list[str]]:
+        """Broken invariants of the pool's own slabs and items, in steps between which it may change."""
+        for slab in self.slabs:
+            yield slab.check()
         for one in self._groups:
-            if one.lows != sorted(one.slabs):
-                wrong.append(f"group {one.number}: slabs out of order")
-            hidden = {(s.free, s.lo) for s in one.slabs.values() if s.free and not s.closed} - set(one.open)
-            wrong += [f"group {one.number}: slab {lo:#x} has {free} free slots not offered" for free, lo in hidden]
-            if one.per_item > 1:
-                listed = [address for item in one.items.values() for address in item.tolist()]
-                used = sum(slab.used for slab in one.slabs.values())
-                if len(set(listed)) != len(listed) or len(listed) != used:
-                    wrong.append(f"group {one.number}: items list {len(listed)} slots, {used} are used")
+            yield self._check_group(one)
+
+    @staticmethod
+    def _check_group(one: _Group) -> list[str]:
+        wrong = []
+        if one.lows != sorted(one.slabs):
+            wrong.append(f"group {one.number}: slabs out of order")
+        hidden = {(s.free, s.lo) for s in one.slabs.values() if s.free and not s.closed} - set(one.open)
+        wrong += [f"group {one.number}: slab {lo:#x} has {free} free slots not offered" for free, lo in hidden]
+        if one.per_item > 1:
+            listed = [address for item in one.items.values() for address in item.tolist()]
+            used = sum(slab.used for slab in one.slabs.values())
+            if len(set(listed)) != len(listed) or len(listed) != used:
+                wrong.append(f"group {one.number}: items list {len(listed)} slots, {used} are used")
         return wrong
 
     def _take(self, one: _Group, n: int, grown: list[Slab]) -> Addresses:

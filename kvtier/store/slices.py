@@ -1,0 +1,28 @@
+"""Long work on the loop, cut into slices of about a millisecond so that engines are served between them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Final, TypeVar
+
+SLICE_S: Final = 1e-3
+
+T = TypeVar("T")
+
+
+async def sliced(items: Iterable[T], rest_s: float = 0.0) -> AsyncIterator[T]:
+    """The items; after each slice the loop has its turn, and at least `rest_s` seconds. They may change meanwhile."""
+    until = time.perf_counter() + SLICE_S
+    for item in items:
+        yield item
+        if time.perf_counter() > until:
+            await asyncio.sleep(rest_s)
+            until = time.perf_counter() + SLICE_S
+
+
+def popped(stack: list[T]) -> Iterator[T]:
+    """Items of a stack that grows meanwhile."""
+    while stack:
+        yield stack.pop()
