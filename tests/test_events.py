@@ -77,6 +77,7 @@ def telling(tmp_path: Path) -> Iterator[Telling]:
     """A daemon that publishes."""
     one = Telling(tmp_path)
     one.host.start()
+    until(lambda: one.replay(1 << 40) is not None and one.listen() != [])  # a subscriber misses what comes before it
     yield one
     one.host.close()
     one.context.destroy(linger=0)
