@@ -9,9 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?= -q
 export PYTHONDONTWRITEBYTECODE = 1
 
-.PHONY: help demo test slow check format bench wheel clean
+.PHONY: help demo test slow check format bench engines wheel clean
 help:
-	@echo 'make demo | test | slow | check | format | bench | wheel | clean'
+	@echo 'make demo | test | slow | check | format | bench | engines | wheel | clean'
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m kvtier.demo
@@ -34,12 +34,16 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev $(VENV)/.bench
 	$(BIN)/python bench/run.py
 
+# Venvs of their own for the engines that tests/test_vllm.py runs; `make slow` skips it where they are not.
+engines:
+	.ci/install-vllm .venv-vllm
+
 wheel: $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) .venv-vllm dist build
 
 $(VENV)/.made:
 	.ci/make-venv '$(PYTHON)' $(VENV)

@@ -16,28 +16,32 @@ import sys
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import xxhash
-from measure import OURS, Bench, Samples, Target, interleave
+from disk_rivals import beside
+from disk_start import start_up
+from measure import OURS, Bench, Target, interleave
 
 from kvtier.identity import CacheSpec, GroupSpec, base_id, cache_id
-from kvtier.tiers.catalogue import Catalogue
-from kvtier.tiers.cells import Span
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.extentfile import IO_BYTES
-from kvtier.tiers.records import CacheRecord, Change, Item, Placed, Run, cache_key, encode_cache, encode_run, place
+from kvtier.tiers.records import (
+    Item,
+)
 from kvtier.types import Kind
 
 IN_FLIGHT = 4
 RUN = 16
 PAGE_TOKENS = 64
 SLAB = 64 << 20
-READ_PAGES = 64
-"""Pages asked for in one read."""
+READERS = 2
+"""Threads that ask, as many as the daemon's mover has at least; each makes one of its calls itself."""
+READ_BYTES = 8 << 20
+"""Asked for in one read, as the mover does."""
+READS_IN_FLIGHT = IN_FLIGHT + 1 + READERS
 WRITE, CHURN, READ = Target("ratio", ">=", 0.9), Target("ratio", ">=", 0.72), Target("ratio", ">=", 0.9)
 
 
@@ -56,9 +60,16 @@ class Raw:
 
     def __init__(self, path: Path, source: np.ndarray, total: int) -> None:
         self.path, self.source, self.total = path, source, total
-        self.targets = [buffer(IO_BYTES) for _ in range(IN_FLIGHT)]
+        self.targets = [buffer(IO_BYTES) for _ in range(READS_IN_FLIGHT)]
 
-    def speed(self, call: Callable[[int, int, int], object], *, fresh: bool = False, sync: bool = False) -> float:
+    def speed(
+        self,
+        call: Callable[[int, int, int], object],
+        in_flight: int = IN_FLIGHT,
+        *,
+        fresh: bool = False,
+        sync: bool = False,
+    ) -> float:
         """GB/s of a call (descriptor, offset, thread) over all blocks."""
         if fresh:
             self.path.unlink(missing_ok=True)
@@ -74,7 +85,7 @@ class Raw:
                     return
                 call(fd, offset, thread)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(IN_FLIGHT)]
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(in_flight)]
         os.posix_fallocate(fd, 0, self.total)
         start = time.perf_counter()
         for thread in threads:
@@ -100,8 +111,8 @@ class Raw:
         return self.speed(self._write, sync=True)
 
     def read(self) -> float:
-        """The file as it is."""
-        return self.speed(lambda fd, offset, thread: os.preadv(fd, [self.targets[thread]], offset))
+        """The file as it is, with as many calls in flight as the tier makes when two threads ask."""
+        return self.speed(lambda fd, offset, thread: os.preadv(fd, [self.targets[thread]], offset), READS_IN_FLIGHT)
 
 
 class Tier:
@@ -111,7 +122,7 @@ class Tier:
         self.home, self.page, self.total = home, page, total
         self.pages = [source[at : at + page] for at in range(0, source.size, page)]
         self.sums = [xxhash.xxh3_64_intdigest(page.data) for page in self.pages]
-        self.targets = [buffer(page) for _ in range(READ_PAGES)]
+        self.targets = [[buffer(page) for _ in range(max(READ_BYTES // page, 1))] for _ in range(READERS)]
         self.runs: list[int] = []
         self.open()
 
@@ -176,14 +187,26 @@ class Tier:
         return self.fill(iter(self.runs))
 
     def read(self) -> float:
-        """Every page, in the order in which they were written, verified."""
+        """Every page, about in the order in which they were written, verified."""
         handles = [run << 6 | page for run in self.runs for page in range(RUN)]
+        count = max(READ_BYTES // self.page, 1)
+        batches = iter([handles[at : at + count] for at in range(0, len(handles), count)])
+        lock = threading.Lock()
+
+        def work(targets: list[np.ndarray]) -> None:
+            while True:
+                with lock:
+                    batch = next(batches, None)
+                if batch is None:
+                    return
+                assert not any(self.tier.read([(h, 0, [view]) for h, view in zip(batch, targets, strict=False)]))
+
+        threads = [threading.Thread(target=work, args=(targets,)) for targets in self.targets]
         start = time.perf_counter()
-        for at in range(0, len(handles), READ_PAGES):
-            requests = [
-                (handle, 0, [view]) for handle, view in zip(handles[at : at + READ_PAGES], self.targets, strict=False)
-            ]
-            assert not any(self.tier.read(requests))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         return self.total / (time.perf_counter() - start) / 1e9
 
 
@@ -195,56 +218,15 @@ def payload(bench: Bench, home: Path, page: int, total: int) -> None:
     rounds = bench.rounds(5)
     name = f"{page >> 10} KiB pages"
     write = interleave({OURS: tier.write, "O_DIRECT": raw.write}, rounds)
-    bench.add(f"durable write, {name}", "GB/s", write, limit="O_DIRECT", target=WRITE)
     read = interleave({OURS: tier.read, "O_DIRECT": raw.read}, rounds)
+    beside(bench, write, read, page, total, (tier.write, tier.read))
+    bench.add(f"durable write, {name}", "GB/s", write, limit="O_DIRECT", target=WRITE)
     bench.add(f"cold read, verified, {name}", "GB/s", read, limit="O_DIRECT", target=READ)
     churn = interleave({OURS: tier.churn, "O_DIRECT": raw.overwrite}, rounds)
     bench.add(f"write at full capacity, {name}", "GB/s", churn, limit="O_DIRECT", target=CHURN)
     tier.tier.close()
     shutil.rmtree(tier.home)
     raw.path.unlink()
-
-
-def catalogue_of(home: Path, pages: int, seed: int) -> None:
-    """A catalogue of so many pages in runs, without their payload."""
-    home.mkdir()
-    spec = spec_of(4096)
-    record = CacheRecord(cache_id(spec, "bench", 0), base_id(spec, "bench"), "bench", 0, spec)
-    catalogue = Catalogue(home / "catalogue", SLAB, limit_bytes=8 << 30, sync=False)
-    layouts = record.layouts(SLAB)
-    random = np.random.default_rng(seed)
-    changes = [Change(b"caches", cache_key(1), encode_cache(cache_key(1), record))]
-    for number in range(1, pages // RUN + 1):
-        run = Run(number, 1, RUN, layouts)
-        run.depth, run.parent, run.chains = number % 64 * RUN, random.bytes(16), random.bytes(16 * RUN)
-        run.keys = random.integers(0, 150_000, RUN * PAGE_TOKENS, "<i4").tobytes()
-        placed = [Placed((1 << RUN) - 1, [Span((number - 1) * RUN, 1, RUN)], array("Q", random.bytes(8 * RUN)))]
-        place(run, placed)
-        changes.append(Change(b"runs", run.key, encode_run(run, placed)))
-        if len(changes) > 500:
-            catalogue.commit(changes)
-            changes = []
-    catalogue.commit(changes)
-    catalogue.close()
-
-
-def start_up(bench: Bench, home: Path, pages: int) -> None:
-    """Opening and loading a catalogue, and its bytes per page."""
-    catalogue_of(home / "big", pages, bench.seed)
-    data = home / "big" / "catalogue" / "data.mdb"
-    bench.add("catalogue, per page in 16-page runs", "B", {OURS: [data.stat().st_size / pages]})
-    times: Samples = {"open": [], "load": []}
-    for _ in range(bench.rounds(5)):
-        start = time.perf_counter()
-        tier = DiskTier(home / "big", pages * 4096 + 16 * SLAB, post=lambda *_: None)
-        opened = time.perf_counter()
-        assert sum(run.pages for run in tier.load()) == pages // RUN * RUN
-        times["open"].append(opened - start)
-        times["load"].append(time.perf_counter() - opened)
-        tier.close()
-    name = f"{pages:,} pages"
-    bench.add(f"open, scan in a child included, {name}", "s", {OURS: times["open"]}, target=Target("value", "<=", 0.5))
-    bench.add(f"load, without an index, {name}", "s", {OURS: times["load"]}, target=Target("value", "<=", 2.0))
 
 
 def main() -> None:
@@ -255,7 +237,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
         for page in (2 << 20, 256 << 10):
             payload(bench, Path(folder), page, total)
-        start_up(bench, Path(folder), 16_000 if bench.tiny else 1_000_000)
+        start_up(bench, Path(folder), spec_of(4096), 16_000 if bench.tiny else 1_000_000)
     bench.finish()
 
 

@@ -54,7 +54,7 @@ class Rival(msgspec.Struct, frozen=True):
     def _install(self, home: Path, python: Path) -> None:
         try:
             base = getattr(sys, "_base_executable", sys.executable)  # a venv made from a venv sees neither's packages
-            subprocess.run([ROOT / "scripts" / "make-venv", base, home], check=True, capture_output=True, text=True)
+            subprocess.run([ROOT / ".ci" / "make-venv", base, home], check=True, capture_output=True, text=True)
             for packages in self.pip:
                 command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_S)

@@ -21,10 +21,13 @@ class Lazy(Group):
         "caches": ("kvtier.control.whole", "caches", "One row per cache."),
         "completion": ("kvtier.control.completion", "completion", "Print a shell's completion script."),
         "dashboard": ("kvtier.control.dashboard", "dashboard", "Print the dashboard's address, with its token."),
+        "disk": ("kvtier.control.disk", "disk", "Look after the disk tier: usage, scrub, verify, compact, purge."),
         "doctor": ("kvtier.control.doctor", "doctor", "Check what this host gives the daemon, and what to change."),
         "evict": ("kvtier.control.prompts", "evict", "Take a prompt out of host, or out of every tier."),
         "explain": ("kvtier.control.prompts", "explain", "Why a prompt is served as it is."),
+        "export": ("kvtier.control.carry", "export", "Write a prefix or a cache to a file."),
         "flush": ("kvtier.control.whole", "flush", "Wait until everything committed is durable."),
+        "import": ("kvtier.control.carry", "import_", "Bring the pages of an export file to this host."),
         "pin": ("kvtier.control.prompts", "pin", "Hold a prompt in host for a time."),
         "pins": ("kvtier.control.prompts", "pins", "List the pins."),
         "policies": ("kvtier.replay.cli", "policies", "List the eviction policies."),
@@ -38,6 +41,7 @@ class Lazy(Group):
         "size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity."),
         "top": ("kvtier.control.top", "top", "What happens now, every second."),
         "tree": ("kvtier.control.whole", "tree", "Cached prefixes of one cache."),
+        "try": ("kvtier.control.tryout", "tryout", "Try an engine on kvtier: venv, daemon and all."),
         "unpin": ("kvtier.control.prompts", "unpin", "End pins."),
     }
 

@@ -54,7 +54,8 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
     disk = None
     if config.disk.bytes:
         config.disk_path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        disk = DiskTier(config.disk_path, config.disk.bytes, post=loop.call_soon_threadsafe)
+        post, pack = loop.call_soon_threadsafe, config.disk.compress
+        disk = DiskTier(config.disk_path, config.disk.bytes, post=post, compress=pack)
     host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault)
     return Store(host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S)
 

@@ -17,6 +17,8 @@ from typing import Final, Protocol
 HALF_LIVES_S: Final = (8.0, 32.0, 128.0, 512.0, 2048.0, 8192.0)
 _RATES: Final = tuple(log(2) / h for h in HALF_LIVES_S)
 _COUNT: Final = len(HALF_LIVES_S)
+SCORES: Final = 2 * _COUNT
+"""Numbers kept of a node."""
 _FAR: Final = 36.0
 """exp(-36) is below what a double adds to 1."""
 TURNOVER: Final = 0.15
@@ -83,6 +85,20 @@ class Heat:
         if heat is not None:
             upper.heat = array("d", heat)
             heat[_COUNT:] = heat[:_COUNT]
+
+    @staticmethod
+    def aged(node: Warm, now: float) -> list[float]:
+        """A node's scores as seen from `now`, to be kept outside; -inf where it has none."""
+        if node.heat is None:
+            return [-inf] * SCORES
+        return [score - now * rate for score, rate in zip(node.heat, _RATES + _RATES, strict=True)]
+
+    @staticmethod
+    def renewed(scores: list[float], then: float) -> array[float] | None:
+        """Scores again, that were seen from `then`; None where there were none."""
+        if scores[0] == -inf:
+            return None
+        return array("d", [score + then * rate for score, rate in zip(scores, _RATES + _RATES, strict=True)])
 
     @staticmethod
     def level(node: Warm, number: int, now: float) -> float:

@@ -123,6 +123,16 @@ def pins(data: Data) -> None:
     console.print(rows("pins", items) if items else "no pins")
 
 
+def disk(data: Data) -> None:
+    """How full and scattered the disk tier is."""
+    console = Console(markup=False)
+    console.print(pairs("disk", {name: value for name, value in data.items() if name not in {"classes", "caches"}}))
+    if data["classes"]:
+        console.print(rows("cells", data["classes"]))
+    if data["caches"]:
+        console.print(rows("caches", [{**row, "id": row["id"][:12]} for row in data["caches"]]))
+
+
 def findings(items: list[Data]) -> None:
     """What doctor found."""
     Console(markup=False).print(rows("doctor", items))

@@ -579,6 +579,87 @@ class Set(Message):
     values: dict[str, str] = {}
 
 
+class DiskUsage(Message):
+    """How full and how scattered the disk tier is, and what each cache holds there. Replies Info."""
+
+
+class DiskScrub(Message):
+    """Re-read every copy on disk, of one cache (beginning of its id) or all; drop what is wrong. Replies Info."""
+
+    cache: str = ""
+    wait_ms: int = 600000
+
+
+class DiskVerify(Message):
+    """Compare catalogue, cells and indexes; changes nothing. Replies Info."""
+
+
+class DiskCompact(Message):
+    """Gather free cells into whole slabs, and write the catalogue without its free pages. Replies Info."""
+
+
+class DiskPurge(Message):
+    """Empty one cache, or all that scope, adapter and salt fit, and discard their bytes on disk. Replies Info."""
+
+    cache: str = ""
+    scope: str = ""
+    adapter: str = ""
+    salt: bytes = b""
+
+
+class Export(Message):
+    """Begin to export the pages that a prompt matches, or (with a cache alone) a whole cache. Replies Info."""
+
+    of: Prompt
+
+
+class ExportNext(Message):
+    """The next bytes of an export's file. Replies Chunk."""
+
+    export: int
+
+
+class Chunk(Message):
+    """Reply to ExportNext: up to 1 MiB."""
+
+    data: bytes
+    last: bool = False
+
+
+class ExportEnd(Message):
+    """Give an export up."""
+
+    export: int
+
+
+class Import(Message):
+    """Begin to import a file with this header (its record's meta) into a trust scope. Replies Info."""
+
+    header: bytes
+    scope: str = ""
+    """Empty: the scope that the file names."""
+
+
+class ImportRun(Message):
+    """A run record's meta; the reply says whether its payload is wanted."""
+
+    number: int
+    run: bytes
+
+
+class ImportData(Message):
+    """The next bytes of the wanted payload. Replies Info: pages stored, once it is whole."""
+
+    number: int
+    data: bytes
+
+
+class ImportEnd(Message):
+    """The file has ended. Replies Info: pages by what became of them."""
+
+    number: int
+
+
 FIRST_ADMIN: Final = 96
 
 VERBS: Final[dict[type[Message], int]] = {
@@ -625,6 +706,18 @@ VERBS: Final[dict[type[Message], int]] = {
     Purge: 109,
     Route: 110,
     Requests: 116,
+    DiskUsage: 120,
+    DiskScrub: 121,
+    DiskVerify: 122,
+    DiskCompact: 123,
+    DiskPurge: 124,
+    Export: 125,
+    ExportNext: 126,
+    ExportEnd: 127,
+    Import: 128,
+    ImportRun: 129,
+    ImportData: 130,
+    ImportEnd: 131,
 }
 """Verb number of each request and event; a reply carries its request's number."""
 

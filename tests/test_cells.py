@@ -27,6 +27,7 @@ class Model(RuleBasedStateMachine):
         self.used: list[tuple[int, list[Span]]] = []
         self.pending: list[list[Span]] = []
         self.parked: set[int] = set()
+        self.held: set[int] = set()
 
     @rule(size=st.sampled_from(SIZES), count=st.integers(0, 40))
     def take(self, size: int, count: int) -> None:
@@ -36,7 +37,7 @@ class Model(RuleBasedStateMachine):
         if spans:
             assert sum(span.cells for span in spans) == count
             assert all(span.blocks == size for span in spans)
-            assert not self.parked & {span.first // (SLAB // BLOCK) for span in spans}
+            assert not (self.parked | self.held) & {span.first // (SLAB // BLOCK) for span in spans}
             self.used.append((size, spans))
 
     @precondition(lambda self: self.used)
@@ -53,9 +54,22 @@ class Model(RuleBasedStateMachine):
         self.cells.release(self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1))))
 
     @rule(slab=st.integers(0, SLABS - 1))
+    def hold(self, slab: int) -> None:
+        """Nothing is taken from a held slab, not even after unpark."""
+        assert self.cells.hold(slab) == (slab not in self.parked | self.held)
+        if slab not in self.parked:
+            self.held.add(slab)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def offer(self) -> None:
+        self.cells.offer(self.held.pop())
+
+    @rule(slab=st.integers(0, SLABS - 1))
     def park(self, slab: int) -> None:
         self.cells.park(slab)
-        self.parked.add(slab)
+        if slab not in self.held:
+            self.parked.add(slab)
 
     @rule()
     def unpark(self) -> None:
@@ -63,7 +77,7 @@ class Model(RuleBasedStateMachine):
         self.parked.clear()
         assert self.cells.parked == 0
 
-    @precondition(lambda self: not self.pending and not self.parked)
+    @precondition(lambda self: not self.pending and not self.parked and not self.held)
     @rule()
     def load_again(self) -> None:
         """A fresh allocator that is told what is used has exactly the same room."""
@@ -81,6 +95,16 @@ class Model(RuleBasedStateMachine):
         assert self.cells.check(used, pending) == []
         taken = [blocks(span) for span in used + pending]
         assert len(set().union(*taken)) == sum(map(len, taken))
+        free = set()
+        for slab in range(SLABS):
+            size = self.cells.size_in(slab) or 1
+            whole = slab * (SLAB // BLOCK) + SLAB // BLOCK // size * size  # what is behind is of no use to the class
+            gaps = [set(range(first, first + length)) for first, length in self.cells.gaps(slab)]
+            assert all(max(gap) < whole for gap in gaps)
+            free |= set().union(*gaps)
+        assert not free & set().union(*taken)
+        lost = sum(SLAB // BLOCK % (self.cells.size_in(slab) or 1) for slab in range(SLABS))
+        assert len(free) + sum(map(len, taken)) + lost == SLABS * SLAB // BLOCK
         assert self.cells.used == sum(span.total for span in used)
         assert self.cells.pending == sum(span.total for span in pending)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -175,6 +177,36 @@ def test_bad_requests_are_refused_by_field_and_pages_of_other_names_not_at_all(b
     assert board.trusted("/v1/pins/77", "DELETE")[0] == 404
     for path in ("/../http.py", "/static/app.js", "/v1/../../etc/passwd", "/%2e%2e/http.py"):
         assert board.ask(path)[0] == 404
+
+
+SMUGGLED = b"GET /v1/pins HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
+HEADS = (
+    b"Content-Length: 4\r\nTransfer-Encoding: chunked",
+    b"Content-Length: 4\r\nContent-Length: 60",
+    b"Content-Length: +4",
+    b"Content-Length: -1",
+    b"Content-Length : 4",
+    b"Transfer-Encoding: chunked, identity",
+    b"X-Long: " + b"x" * 100_000,
+)
+
+
+def test_requests_that_two_readers_would_cut_differently_end_their_connection(board: Board) -> None:
+    """What a proxy took for a body is never answered as a request of its own."""
+    for head in HEADS:
+        said = b""
+        with socket.create_connection(("127.0.0.1", board.port), timeout=20) as sock:
+            with contextlib.suppress(ConnectionError):
+                sock.sendall(b"POST /v1/pins HTTP/1.1\r\nHost: 127.0.0.1\r\n" + head + b"\r\n\r\n0\r\n\r\n" + SMUGGLED)
+            with contextlib.suppress(ConnectionError):
+                while more := sock.recv(1 << 16):
+                    said += more
+        assert said.count(b"HTTP/1.") <= 1, said
+        assert said[8:].startswith(b" 4") or not said, said
+        assert b'"pins"' not in said
+    assert board.ask("/v1/pins")[1] == {"pins": []}
 
 
 def test_a_daemon_that_hangs_is_said_so(board: Board) -> None:

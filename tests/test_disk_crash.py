@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from tests.diskkit import Owner, view
 from tests.diskwriter import CAPACITY
 
 ROOT = Path(__file__).resolve().parent.parent
+KILLS = int(os.environ.get("KVTIER_KILLS", "50"))
+"""Rounds of the slow test."""
 
 
 class Promises:
@@ -67,7 +70,7 @@ def write_and_kill(folder: Path, seed: int, after_s: float) -> str:
         return first + writer.stdout.read()
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("rounds", [10, pytest.param(KILLS, marks=[pytest.mark.slow, pytest.mark.timeout(20 * KILLS)])])
 def test_what_was_durable_survives_kill_9(tmp_path, rounds):
     """Round after round on the same folder: every promise is kept, checks are clean, accounting is exact."""
     promises, rng = Promises(), random.Random(rounds)

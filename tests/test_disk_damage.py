@@ -10,7 +10,7 @@ import lmdb
 import msgspec
 import pytest
 
-from kvtier.tiers.records import FORMAT, VERSION_KEY, Version, seal
+from kvtier.tiers.records import FORMAT, VERSION_KEY, Version, run_number, seal
 from kvtier.tiers.scan import scan
 from tests.diskkit import KIB, Owner
 
@@ -22,8 +22,8 @@ def make(folder, runs: int = 6) -> dict[int, int]:
         return {owner.write(cache, seed, 4): seed for seed in range(runs)}
 
 
-def edit(folder, db: bytes, key, value: bytes | None) -> None:
-    """Change one value of the catalogue from outside; key None is the first."""
+def edit(folder, db: bytes, key, value: bytes | None) -> int:
+    """Change one value of the catalogue from outside; key None is the first. The run of the key, if it is one's."""
     with lmdb.open(str(folder / "catalogue"), max_dbs=16) as env, env.begin(write=True) as txn:
         handle = env.open_db(db, txn=txn)
         if key is None:
@@ -32,6 +32,7 @@ def edit(folder, db: bytes, key, value: bytes | None) -> None:
             value = bytearray(txn.get(key, db=handle))
             value[len(value) // 2] ^= 4
         txn.put(key, bytes(value), db=handle)
+        return run_number(bytes(key))
 
 
 def still_works(owner: Owner) -> None:
@@ -101,11 +102,12 @@ def test_a_damaged_record_costs_its_run(tmp_path, db):
     with Owner(tmp_path / "d") as owner:
         owner.tier.free([min(runs) << 6 | 3])
         assert owner.flush() == ""
-    edit(tmp_path / "d", db, None, None)
+    hurt = edit(tmp_path / "d", db, None, None)
     with Owner(tmp_path / "d") as owner:
-        assert {run.id for run, _, _ in owner.runs} == set(runs) - {min(runs)}
+        assert {run.id for run, _, _ in owner.runs} == set(runs) - {hurt}
         assert owner.tier.stats["damaged_runs"] == 1
-        assert owner.tier.used_bytes == (len(runs) - 1) * 4 * 16 * KIB
+        kept = sum(4 - (run == min(runs)) for run in runs if run != hurt)
+        assert owner.tier.used_bytes == kept * 16 * KIB
         still_works(owner)
     with Owner(tmp_path / "d") as owner:
         assert owner.tier.stats["damaged_runs"] == 0
@@ -124,12 +126,12 @@ def test_a_damaged_cache_record_costs_its_cache(tmp_path):
 
 def test_runs_that_share_cells_are_not_both_kept(tmp_path):
     """A record put back from outside after its cells were given away is dropped."""
-    runs = make(tmp_path / "d", 2)
+    make(tmp_path / "d", 2)
     with lmdb.open(str(tmp_path / "d" / "catalogue"), max_dbs=16) as env, env.begin() as txn:
         db = env.open_db(b"runs", txn=txn)
         key, value = next(iter(txn.cursor(db)))
     with Owner(tmp_path / "d") as owner:
-        owner.tier.forget(min(runs))
+        owner.tier.forget(run_number(bytes(key)))
         owner.flush()
         owner.write(owner.cache(), 50, 4)
     edit(tmp_path / "d", b"runs", key, value)

@@ -28,8 +28,8 @@ class Failing(Calls):
         self.errors = errors
         self.gate = threading.Event()
         self.gate.set()
-        for name in ("pwritev", "preadv", "fdatasync", "fallocate"):
-            setattr(self, name, self.wrap(name, getattr(os, "posix_" + name if name == "fallocate" else name)))
+        for name in ("pwritev", "preadv", "fdatasync", "fallocate", "punch"):
+            setattr(self, name, self.wrap(name, getattr(Calls, name)))
 
     def wrap(self, name: str, real):
         def call(*args):

@@ -44,7 +44,7 @@ def cuts(tmp_path, rounds: int, *skip: str, seed: int = 1) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("rounds", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_what_was_durable_survives_power_cuts(tmp_path, rounds):
     """Unsynced sectors may be there or not: every promise is kept and everything stored is whole."""
     assert cuts(tmp_path, rounds) == []

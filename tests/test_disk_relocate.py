@@ -164,8 +164,8 @@ def test_a_move_that_fails_changes_nothing(tmp_path):
         assert owner.flush() == ""
         assert owner.tier.check() == []
         still_there(owner, runs)
-        assert not owner.submit(cache, 1, owner.items(cache, 1, 4), keys=owner.keys(cache, 1, 4))
         calls.errors.clear()
+        assert not owner.submit(cache, 1, owner.items(cache, 1, 4), keys=owner.keys(cache, 1, 4))
         owner.flush()
         owner.write(cache, 100, 4)
 

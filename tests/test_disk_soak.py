@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 
@@ -14,8 +15,8 @@ from tests.diskkit import KIB, MIB, Item, Owner, digest, spec, views
 
 SIZES = (4 * KIB, 7 * KIB)
 ROUNDS = 6
-OPERATIONS = 2500
-"""Writes and frees a round."""
+OPERATIONS = int(os.environ.get("KVTIER_SOAK", "15000")) // ROUNDS
+"""Writes and frees a round; the variable says how many in all."""
 
 
 def work(owner: Owner, caches, samples, live: list[int], rng: random.Random) -> None:
@@ -46,7 +47,7 @@ def work(owner: Owner, caches, samples, live: list[int], rng: random.Random) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 + OPERATIONS // 5)
 def test_nothing_grows_with_use(tmp_path):
     """Once the tier has been full: no more memory, descriptors, threads or bytes on disk, however long it goes on."""
     process, seen, rng = psutil.Process(), [], random.Random(1)

@@ -278,6 +278,32 @@ async def test_a_full_disk_evicts_no_more_than_it_needs(tmp_path: Path) -> None:
         assert kept >= capacity // 2
 
 
+async def test_a_write_waits_for_a_slab_that_is_being_emptied(tmp_path: Path) -> None:
+    """Where eviction frees nothing, because engines hold it all, scattered free cells are gathered and used."""
+    large = spec((GroupSpec(Kind.FULL, 1, 1, 7000),), model="large")
+    async with storing(tmp_path / "disk", host=16 * MIB, disk=4 * MIB) as store:
+        engine, other = Engine(store), Engine(store, "other", pid=2)
+        await engine.open(spec())
+        await other.open(large)
+        for n in range(500):
+            await engine.put(tokens(n, 7))
+        await engine.call(wire.Flush())
+        cache = store.parts.caches[engine.opened.cache]
+        for node in list(cache.index.walk()):
+            cache.release(cache.index.drop(node, 1, 2, Tier.DISK), store.parts.disk)
+        for n in range(500):
+            assert (await engine.call(wire.Acquire((await engine.match(tokens(n, 7))).handle))).pages == 2
+        await other.put(tokens(1, 2, 3))
+        await other.call(wire.Flush(other.opened.cache))
+        assert store.parts.disk.stats["slabs_emptied"] > 0
+        assert store.parts.counts["pages_evicted_disk"] == 0
+        shutil.copytree(tmp_path / "disk", tmp_path / "crashed")
+    async with storing(tmp_path / "crashed") as store:
+        other = Engine(store)
+        await other.open(large)
+        assert await other.get(tokens(1, 2, 3)) == 3
+
+
 async def test_caches_that_hold_nothing_are_not_kept_on_disk(tmp_path: Path) -> None:
     """A record for each tenant who was ever here would outlive all of them."""
     async with storing(tmp_path) as store:

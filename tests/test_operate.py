@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -479,8 +480,7 @@ def test_operators_verbs_are_refused_on_the_engine_socket(daemon, kind):
 
     from kvtier.frames import Frames
 
-    fields = {"cache": ""} if kind in {wire.Tree, wire.Remove} else {}
-    fields |= {"of": wire.Prompt(request="x")} if "of" in kind.__struct_fields__ else {}
+    fields = {f.name: f.type() for f in msgspec.structs.fields(kind) if f.required}
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(DEADLINE)
         sock.connect(str(daemon.socket))

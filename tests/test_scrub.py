@@ -27,7 +27,7 @@ async def filled(store: Store) -> Engine:
 
 async def sweep(store: Store) -> None:
     """One whole round."""
-    for place in list(store.scrub._places()):
+    for place in list(store.scrub.places()):
         await store.scrub.check(place)
 
 

@@ -18,7 +18,7 @@ LAYERS = (
     {"types"},
     {"identity", "paths", "sources"},
     {"heat"},
-    {"index", "policy", "route", "wire", "sizing", "codec"},
+    {"index", "policy", "route", "wire", "sizing", "codec", "quant"},
     {"tiers", "device", "handshake"},
     {"mover"},
     {"peer", "events"},
@@ -30,13 +30,13 @@ LAYERS = (
 
 SUBPARTS = {
     "radix": "index", "keyed": "index", "groups": "index", "leaves": "index",
-    "limits": "tiers", "units": "types", "frames": "wire", "config": "daemon", "companions": "daemon", "live": "daemon",
-    "fleet": "daemon",
+    "limits": "tiers", "units": "types", "frames": "wire", "archive": "wire",
+    "config": "daemon", "companions": "daemon", "live": "daemon", "fleet": "daemon",
 }  # fmt: skip
 """Modules that belong to a part without being named like it."""
 
 CLIENT_MAY = {"types", "identity", "wire"}
-PURE = {"types", "identity", "index", "heat", "policy", "route", "wire", "sizing", "codec"}
+PURE = {"types", "identity", "index", "heat", "policy", "route", "wire", "sizing", "codec", "quant"}
 IMPURE_LIBRARIES = {"asyncio", "cupy", "lmdb", "aiohttp", "socket", "threading", "time", "random"}
 """What a module that must be replayable from its arguments alone has no business with."""
 
@@ -134,6 +134,12 @@ def test_pure_modules_do_no_input_or_output():
         if target.split(".")[0] in IMPURE_LIBRARIES
     ]
     assert not wrong
+
+
+def test_cupy_is_imported_in_one_place():
+    """Only kvtier/device/cuda.py imports cupy; everything else runs without it."""
+    users = {name for name, path in MODULES.items() if any(lib.split(".")[0] == "cupy" for lib in imports_of(path))}
+    assert users == {"kvtier.device.cuda"}
 
 
 def test_every_test_states_its_claim():

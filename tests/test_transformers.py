@@ -107,7 +107,7 @@ def test_pages_carry_a_cache_bit_for_bit(dtype: str, first: int, pages: int):
     layout = layout_of(model, PAGE)
     cache, back = new_cache(model), new_cache(model)
     fill(model, prompt(5 * PAGE + 3), cache)
-    layout.load(back, torch.from_numpy(layout.export(cache, first, pages).numpy().copy()))
+    layout.load(back, [layout.export(cache, first, pages)], [0], pages * PAGE)
     span = slice(first * PAGE, (first + pages) * PAGE)
     for ours, theirs in zip(back.layers, cache.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys[:, :, span])
@@ -133,7 +133,7 @@ def test_keys_and_values_may_have_different_widths():
     for number in range(2):
         cache.update(torch.rand(1, 3, 9, 6), torch.rand(1, 3, 9, 2), number)
     assert layout.group.item_bytes == 2 * 3 * 4 * (6 + 2) * 4
-    layout.load(back, layout.export(cache, 0, 2))
+    layout.load(back, [layout.export(cache, 0, 2)], [0], 8)
     for ours, theirs in zip(back.layers, cache.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys[:, :, :8])
         assert torch.equal(ours.values, theirs.values[:, :, :8])
@@ -160,7 +160,7 @@ def test_loaded_kv_is_what_was_computed(model: Any, place: Place):
         kv.generate(ids, **GREEDY)
         path = kv.cache.match(_keys(ids[0, :80]))
         cache, want = new_cache(model), new_cache(model)
-        assert kv._load(path, cache) == 5
+        assert kv._load([path], [0], cache) == 80
         path.close()
     fill(model, ids, want)
     for ours, theirs in zip(cache.layers, want.layers, strict=True):
@@ -232,6 +232,64 @@ def test_a_daemon_killed_between_requests_is_a_miss_and_its_disk_a_hit(model: An
         assert fresh.last.tiers == (("disk", 6),)
 
 
+def gemma() -> Any:
+    """Two of four layers see 32 tokens."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, sliding_window=32, layer_types=kinds * 2,
+        bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.ndim == 2:
+                tensor.mul_(4)
+    return model
+
+
+def test_a_sliding_window_model_gives_the_same_tokens_from_any_branch(place: Place):
+    """Prompts longer than the window, continued and branched off inside it: hits, and what transformers gives."""
+    model = gemma()
+    kv = attached(model, place)
+    with kv.client:
+        for tokens, seed, hit in ((100, 2, 0), (100, 2, 96), (60, 3, 32), (100, 4, 48)):
+            ids = torch.cat([prompt(50), prompt(tokens - 50, seed=seed)], dim=1)
+            assert torch.equal(kv.generate(ids, **GREEDY), plain(model, ids))
+            assert kv.last.hit_tokens == hit if seed != 3 else kv.last.hit_tokens >= hit
+
+
+def test_a_static_cache_is_filled_and_given_back_like_any_other(model: Any, place: Place):
+    """cache_implementation="static": the same tokens, and pages that a dynamic cache shares."""
+    ids = prompt(100)
+    kv = attached(model, place)
+    with kv.client:
+        for kind, hit in (("static", 0), ("static", 96), ("dynamic", 96)):
+            assert torch.equal(kv.generate(ids, **GREEDY, cache_implementation=kind), plain(model, ids))
+            assert kv.last.hit_tokens == hit
+
+
+def test_a_batch_padded_on_the_left_shares_pages_with_single_prompts(model: Any, place: Place):
+    """Rows of several lengths: what transformers gives for the batch, from pages that single prompts have stored."""
+    lengths, rows = (100, 70, 33), []
+    kv = attached(model, place)
+    ids, mask = torch.zeros((3, 100), dtype=torch.int64), torch.zeros((3, 100), dtype=torch.int64)
+    for row, tokens in enumerate(lengths):
+        ids[row, 100 - tokens :], mask[row, 100 - tokens :] = prompt(tokens, seed=row + 5)[0], 1
+        rows.append(prompt(tokens, seed=row + 5))
+    want = model.generate(ids, attention_mask=mask, **GREEDY)
+    with kv.client:
+        assert torch.equal(kv.generate(ids, mask, **GREEDY), want)
+        assert kv.last.hit_tokens == 0
+        # Row 0 has 96 tokens from column 0 on, row 1 64 from 30 on, row 2 32 from 67 on: 94 columns for all.
+        assert torch.equal(kv.generate(ids, mask, **GREEDY), want)
+        assert kv.last.hit_tokens == 94 + 64 + 27
+        for row, tokens in zip(rows, lengths, strict=True):
+            assert torch.equal(kv.generate(row, **GREEDY), plain(model, row))
+            assert kv.last.hit_tokens == (tokens - 1) // PAGE * PAGE
+
+
 @pytest.mark.parametrize("tokens", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
 def test_prompts_of_any_length_leave_a_token_to_compute(model: Any, place: Place, tokens: int):
     """Shorter than a page, a whole number of pages, one more: the same tokens cold and warm."""
@@ -298,8 +356,9 @@ def test_reset_forgets_in_every_engine(model: Any, place: Place):
         with other.client:
             other.generate(ids, **GREEDY)
             assert other.last.hit_tokens == 0
-        kv.generate(ids, **GREEDY)
-        assert kv.last.hit_tokens == 96
+        for hit in (0, 96):
+            kv.generate(ids, **GREEDY)
+            assert kv.last.hit_tokens == hit
 
 
 def test_fingerprint_follows_weights_and_settings_only():
@@ -324,7 +383,7 @@ def test_exact_fingerprint_sees_a_single_element():
 
 REFUSED = {
     "inputs_embeds": torch.zeros(1, 4, 64), "pixel_values": torch.zeros(1, 3, 8, 8), "position_ids": torch.zeros(1, 4),
-    "past_key_values": None, "num_beams": 2, "num_return_sequences": 3, "cache_implementation": "static",
+    "past_key_values": None, "num_beams": 2, "num_return_sequences": 3, "cache_implementation": "quantized",
     "use_cache": False, "prompt_lookup_num_tokens": 3, "assistant_model": None, "custom_generate": None,
 }  # fmt: skip
 
@@ -341,16 +400,17 @@ def test_inputs_that_tokens_do_not_identify_are_refused_by_name(model: Any, tmp_
 @pytest.mark.parametrize(
     ("ids", "mask", "match"),
     [
-        (torch.zeros(2, 4, dtype=torch.int64), None, "input_ids"),
         (torch.zeros(1, 0, dtype=torch.int64), None, "input_ids"),
         ("text", None, "tokenizer"),
-        (torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[0, 1, 1, 1]]), "attention_mask"),
+        (torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[1, 1, 1, 0]]), "attention_mask"),
+        (torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[1, 0, 1, 1]]), "attention_mask"),
+        (torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]]), "attention_mask"),
     ],
 )
-def test_padding_batches_and_text_without_tokenizer_are_refused(
+def test_padding_elsewhere_and_text_without_tokenizer_are_refused(
     model: Any, tmp_path: Any, ids: Any, mask: Any, match: str
 ):
-    """One sequence without padding is what can be named by its tokens."""
+    """Rows without holes are what can be named by their tokens."""
     with Client(tmp_path / "nobody.sock") as client:
         kv = attach(model, client=client, page_tokens=PAGE)
         with pytest.raises(KvtierError, match=match):
@@ -368,18 +428,19 @@ def test_a_model_in_training_is_refused(tmp_path: Any):
 
 
 def test_models_whose_kv_cannot_be_shared_are_refused_by_name(tmp_path: Any):
-    """Sliding windows, recurrent state and ropes that depend on the whole length: named at attach, not wrong later."""
-    small = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0,
-    }  # fmt: skip
-    gemma = transformers.Gemma3ForCausalLM(
-        transformers.Gemma3TextConfig(**small, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
-    )
+    """Recurrent state and ropes that depend on the whole length: named at attach, not wrong later."""
+    linear = transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, layer_types=["linear_attention", "full_attention"], num_experts=2,
+            num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+            linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        )
+    )  # fmt: skip
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with Client(tmp_path / "nobody.sock") as client:
         for model, match in (
-            (gemma.eval(), r"model.layers\[0\].*DynamicSlidingWindowLayer"),
+            (linear.eval(), r"model.layers\[0\].*LinearAttention"),
             (llama(rope_parameters=dynamic), "rope"),
         ):
             with pytest.raises(KvtierError, match=match):

@@ -255,6 +255,16 @@ class HeldReservation(Slots):
                 self._note(group, first + span.at, sums)
         return not self.lost
 
+    def summed(self, group: int, first: int, sums: Sequence[int]) -> None:
+        """The xxh3-64 of whole items from page `first` on that were written in place, such as a GPU took on the way.
+
+        The daemon need not read them then; whoever reads the items checks them against these.
+        """
+        at = first - self.start
+        if self.cache.slice_of(group) is not None or at < 0 or at + len(sums) > self.pages:
+            raise bad("sums", "those of whole items of this reservation", (first, len(sums)))
+        self._note(group, first, sums)
+
     def _note(self, group: int, page: int, sums: Sequence[int]) -> None:
         """Remember the checksums of what was just written from a page on."""
         if group not in self._sums:

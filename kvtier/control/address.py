@@ -35,13 +35,23 @@ HOW = "Name the prompt by --request, --session, --tokens, --text, --messages, --
 
 def prompt(command: Callable[..., Data | None]) -> Callable[..., Data | None]:
     """Adds the options that name a prompt; the command gets it as `of`."""
+    return _adding(command, HOW, whole=False)
 
+
+def prompt_or_cache(command: Callable[..., Data | None]) -> Callable[..., Data | None]:
+    """The same for verbs that are about a whole cache where --cache alone is given."""
+    return _adding(command, f"{HOW} --cache alone names all of it.", whole=True)
+
+
+def _adding(command: Callable[..., Data | None], how: str, *, whole: bool) -> Callable[..., Data | None]:
     def run(call: Call, show: bool, **options: Any) -> Data | None:
         names = ("request", "session", "tokens", "text", "messages", "tokenizer", "chain", "keys", "some", "group")
         given = {name: options.pop(name) for name in names}
-        return command(call, show, of=_named(options.pop("cache"), **given), **options)
+        cache = options.pop("cache")
+        alone = whole and cache and not any(given.values())
+        return command(call, show, of=wire.Prompt(cache) if alone else _named(cache, **given), **options)
 
-    run.__name__, run.__doc__ = command.__name__, f"{command.__doc__}\n\n    {HOW}"
+    run.__name__, run.__doc__ = command.__name__, f"{command.__doc__}\n\n    {how}"
     run.__click_params__ = list(getattr(command, "__click_params__", []))  # type: ignore[attr-defined]
     for option in reversed(OPTIONS):
         run = option(run)

@@ -63,8 +63,13 @@ def smollm2(path: Path) -> Subject:
     model.tie_weights()
     # Rotary tables are no part of the file, and on the meta device they hold nothing.
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    encode, decode = _tokenizer(lambda name: reader.fields[f"tokenizer.ggml.{name}"].contents())
-    return Subject(model.eval(), encode, decode, "SmolLM2-135M-Instruct, real weights, float32")
+    words = tokenizer(reader)
+    return Subject(
+        model.eval(),
+        lambda text: words.encode(text).ids,
+        lambda ids: words.decode(ids, skip_special_tokens=True),
+        "SmolLM2-135M-Instruct, real weights, float32",
+    )
 
 
 def _config(field: Callable[[str], Any]) -> LlamaConfig:
@@ -104,19 +109,21 @@ def _split_halves(weight: Any, head_dim: int) -> Any:
     return weight.view(heads, head_dim // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
-def _tokenizer(field: Callable[[str], Any]) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """Byte-level BPE with single digits, as SmolLM2's tokenizer does it."""
+def tokenizer(reader: Any) -> Any:
+    """The tokenizer of a GGUF file: byte-level BPE with single digits, as SmolLM2's does it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
 
-    words, kinds = field("tokens"), field("token_type")
-    merges = [tuple(pair.split(" ", 1)) for pair in field("merges")]
-    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    words, kinds, merges = (
+        reader.fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "token_type", "merges")
+    )
+    pairs = [tuple(pair.split(" ", 1)) for pair in merges]
+    made = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=pairs))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([word for word, kind in zip(words, kinds, strict=True) if kind == CONTROL])
-    return lambda text: tokenizer.encode(text).ids, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([word for word, kind in zip(words, kinds, strict=True) if kind == CONTROL])
+    return made
 
 
 def random_model(seed: int = 0) -> Subject:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from kvtier.identity import GroupSpec
@@ -14,6 +15,10 @@ from kvtier.types import Kind, bad
 
 LENGTH_ROPES: Final = frozenset({"dynamic", "longrope"})
 """Rotary embeddings whose angles depend on the length of the whole sequence: a prefix's keys would not be reusable."""
+
+
+WHOLE: Final = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers whose KV can be kept for every token."""
 
 
 class Layout(NamedTuple):
@@ -38,33 +43,46 @@ class Layout(NamedTuple):
         value_bytes = int(self.page_tokens * self.value_dim * self.dtype.itemsize)
         return GroupSpec(Kind.FULL, len(self.devices), self.heads, self.key_bytes + value_bytes)
 
-    def load(self, cache: Any, pages: Any) -> None:
-        """Append the tokens of `pages` (uint8, [pages, item_bytes], in CPU memory) to a cache."""
-        count, group = len(pages), self.group
-        cells = pages.view(count, group.layers, group.heads, group.cell_bytes).permute(1, 2, 0, 3)
-        for number, device in enumerate(self.devices):
-            parts = cells[number].tensor_split([self.key_bytes], dim=-1)
-            keys, values = (part.contiguous().view(self.dtype).to(device) for part in parts)
-            shape = (1, self.heads, count * self.page_tokens)
-            cache.update(keys.view(*shape, self.key_dim), values.view(*shape, self.value_dim), number)
+    def load(self, cache: Any, rows: Sequence[Any], pads: Sequence[int], columns: int) -> None:
+        """Fill an empty cache's first columns: row i's are `pads[i]` of padding and then tokens of its pages.
 
-    def export(self, cache: Any, first: int, pages: int) -> Any:
-        """Bytes of pages [first, first + pages) of a cache: uint8, [pages, item_bytes], in CPU memory."""
+        `rows`: uint8, [pages, item_bytes], in CPU memory, enough of them for each row.
+        """
+        for number, device in enumerate(self.devices):
+            shape = (len(rows), self.heads, columns)
+            keys = torch.zeros((*shape, self.key_dim), dtype=self.dtype)
+            values = torch.zeros((*shape, self.value_dim), dtype=self.dtype)
+            for row, (pages, pad) in enumerate(zip(rows, pads, strict=True)):
+                for out, tokens in zip((keys, values), self._tokens(pages, number), strict=True):
+                    out[row, :, pad:] = tokens[:, : max(0, columns - pad)]
+            cache.update(keys.to(device), values.to(device), number)
+
+    def _tokens(self, pages: Any, layer: int) -> tuple[Any, Any]:
+        """K and V of one layer of some pages: [heads, tokens, dim]."""
+        count, group = len(pages), self.group
+        cells = pages.view(count, group.layers, group.heads, group.cell_bytes)[:, layer].transpose(0, 1)
+        keys, values = (part.contiguous().view(self.dtype) for part in cells.tensor_split([self.key_bytes], dim=-1))
+        shape = (self.heads, count * self.page_tokens)
+        return keys.view(*shape, self.key_dim), values.view(*shape, self.value_dim)
+
+    def export(self, cache: Any, first: int, pages: int, row: int = 0, pad: int = 0) -> Any:
+        """Bytes of pages [first, first + pages) of a row after its padding: uint8, [pages, item_bytes], on the CPU."""
         group = self.group
         out = torch.empty((pages, group.layers, group.heads, group.cell_bytes), dtype=torch.uint8)
-        span = slice(first * self.page_tokens, (first + pages) * self.page_tokens)
+        span = slice(pad + first * self.page_tokens, pad + (first + pages) * self.page_tokens)
         for number, layer in enumerate(cache.layers):
             at = 0
             for tensor in (layer.keys, layer.values):
-                rows = tensor[0, :, span].contiguous().view(torch.uint8).reshape(group.heads, pages, -1)
-                out[:, number, :, at : at + rows.shape[-1]].copy_(rows.transpose(0, 1))
-                at += rows.shape[-1]
+                part = tensor[row, :, span].contiguous().view(torch.uint8).reshape(group.heads, pages, -1)
+                out[:, number, :, at : at + part.shape[-1]].copy_(part.transpose(0, 1))
+                at += part.shape[-1]
         return out.view(pages, group.item_bytes)
 
-    def holds(self, cache: Any) -> bool:
+    def holds(self, cache: Any, rows: int = 1) -> bool:
         """Whether a cache's tensors are of this layout, as under the autocast mode of the probe."""
         return len(cache.layers) == len(self.devices) and all(
-            layer.keys.dtype == layer.values.dtype == self.dtype and layer.keys.shape[0] == 1 for layer in cache.layers
+            layer.keys.dtype == layer.values.dtype == self.dtype and layer.keys.shape[0] == rows
+            for layer in cache.layers
         )
 
 
@@ -73,9 +91,15 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def new_cache(model: Any) -> Any:
-    """An empty cache of the kinds of layers that the model has."""
-    return DynamicCache(config=model.config)
+def new_cache(model: Any, static: int = 0) -> Any:
+    """An empty cache; `static`: the tokens that a StaticCache is to have room for.
+
+    Layers with a sliding window keep the KV of every token: a prefix may be continued from anywhere.
+    """
+    if static:
+        return StaticCache(config=model.config, max_cache_len=static)
+    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    return DynamicCache() if kinds <= WHOLE else DynamicCache(config=model.config)
 
 
 def layout_of(model: Any, page_tokens: int) -> Layout:

@@ -11,14 +11,13 @@ from typing import Any, Final
 import torch
 import xxhash
 
+from kvtier.engines.volatile import VOLATILE
 from kvtier.types import bad
 
 SAMPLES: Final = 1024
 """Elements of each tensor that the sampled digest reads; smaller tensors are read whole."""
 CHUNK: Final = 1 << 24
 """Elements hashed at once by the exact digest."""
-VOLATILE: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype"})
-"""Configuration that says where a model came from, not what it computes."""
 
 
 def fingerprint(model: Any, *, exact: bool = False) -> bytes:

@@ -1,7 +1,8 @@
 """Hugging Face transformers on kvtier: `attach(model).generate(...)` prefills only what no engine has prefilled yet.
 
-One request at a time of one sequence: the longest cached prefix is loaded into a DynamicCache, transformers generates
-from there as always, and whole pages of prompt and answer are given back. Without a daemon it generates all the same.
+The longest cached prefix of one sequence, or of a batch padded on the left, is loaded into a dynamic or static cache;
+transformers generates from there as always, and whole pages of prompts and answers are given back. Without a daemon it
+generates all the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ ALLOWED: Final = frozenset(vars(GenerationConfig())) | {
 """Options of `generate` that change which tokens come out, but not what KV a token's prefix has."""
 
 ONE_SEQUENCE: Final = {"num_beams": 1, "num_return_sequences": 1}
-UNTOUCHED: Final = ("cache_implementation", "prompt_lookup_num_tokens", "use_cache")
+UNTOUCHED: Final = ("prompt_lookup_num_tokens", "use_cache")
+CACHES: Final = frozenset({None, "dynamic", "static"})
 
 
 class Use(NamedTuple):
@@ -87,33 +89,39 @@ class Attached:
         self._identify(exact=False)
 
     def generate(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Any:
-        """What `model.generate` gives for one sequence of token ids ([tokens] or [1, tokens]) or a text.
+        """What `model.generate` gives for token ids ([tokens] or [rows, tokens], padded on the left) or a text.
 
-        Takes the options of GenerationConfig and logits_processor, stopping_criteria, streamer. Raises bad_request
-        for inputs that token ids do not identify (images, embeddings, padding), for several sequences and beams.
+        Takes the options of GenerationConfig (cache_implementation: dynamic or static) and logits_processor,
+        stopping_criteria, streamer. Raises bad_request for inputs that token ids do not identify (images, embeddings,
+        padding elsewhere), for several sequences a row and beams. The rows of a batch load equally many columns.
         """
         ids = self._ids(input_ids)
-        self._check(ids, attention_mask, options)
+        mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).to(ids.device)
+        pads = self._check(ids, mask, options)
         self._notice_new_weights()
         began = time.perf_counter()
-        cache = new_cache(self.model)
+        cache = new_cache(self.model, self._static(ids, options))
         # One token is always left to compute: its logits choose the first new one.
-        path = self.cache.match(page_keys(self.spec, ids[0, :-1].cpu().numpy()))
-        tiers = tuple((Tier(segment.tier).name.lower(), segment.pages) for segment in path.segments)
-        pages = self._load(path, cache)
+        prompts = [row[pad:-1].cpu().numpy() for row, pad in zip(ids, pads, strict=True)]
+        paths = [self.cache.match(page_keys(self.spec, prompt)) for prompt in prompts]
+        tiers = tuple((Tier(segment.tier).name.lower(), segment.pages) for p in paths for segment in p.segments)
+        columns = self._load(paths, pads, cache)
         loaded = time.perf_counter()
-        out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **{self._argument: cache}, **options)
+        out = self.model.generate(ids, attention_mask=mask, **{self._argument: cache}, **options)
         ended = time.perf_counter()
-        stored = self._store(path, cache, getattr(out, "sequences", out)[0])
-        path.close()
-        hit = pages * self._page_tokens
-        self.last = Use(ids.shape[1], hit, tiers, loaded - began, stored, time.perf_counter() - ended)
+        rows = getattr(out, "sequences", out)
+        stored = self._store_rows(paths, pads, cache, rows)
+        hit = sum(max(0, columns - pad) for pad in pads)
+        self.last = Use(ids.numel() - sum(pads), hit, tiers, loaded - began, stored, time.perf_counter() - ended)
         return out
 
     def reset(self) -> None:
-        """Forget all KV of this model, here and in every engine that shares it: the weights have changed."""
+        """Forget all KV of this model, here and in every engine that shares it: the weights have changed.
+
+        They are read again, whole: what comes is shared only with engines that have the very same.
+        """
         self.cache.reset()
-        self._version = version(self.model)
+        self.refingerprint()
 
     def refingerprint(self) -> bytes:
         """Read every byte of the weights again and share KV only with engines that have the very same; the digest.
@@ -161,23 +169,23 @@ class Attached:
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def _ids(self, prompt: Any) -> Any:
-        """One row of token ids on the model's device."""
+        """Rows of token ids on the model's device."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise bad("input_ids", "token ids (attach was given no tokenizer)", prompt)
             prompt = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
         ids = torch.as_tensor(prompt)
         ids = ids.unsqueeze(0) if ids.ndim == 1 else ids
-        if ids.ndim != 2 or ids.shape[0] != 1 or not ids.shape[1] or ids.is_floating_point():
-            raise bad("input_ids", "one sequence of at least one token id", tuple(ids.shape))
+        if ids.ndim != 2 or not ids.numel() or ids.is_floating_point():
+            raise bad("input_ids", "rows of at least one token id", tuple(ids.shape))
         return ids.to(self.model.device)
 
-    def _check(self, ids: Any, mask: Any, options: dict[str, Any]) -> None:
-        """Raise bad_request for what would give KV that the token ids do not name."""
+    def _check(self, ids: Any, mask: Any, options: dict[str, Any]) -> list[int]:
+        """How many columns of padding each row has; raises bad_request for KV that the token ids do not name."""
         if self.model.training:
             raise bad("model", "evaluation mode (dropout would go into the KV)")
-        if mask is not None and (tuple(mask.shape) != tuple(ids.shape) or not bool(mask.bool().all())):
-            raise bad("attention_mask", "ones for every token (no padding)")
+        if tuple(mask.shape) != tuple(ids.shape) or not bool((mask[:, 1:] >= mask[:, :-1]).all() and mask[:, -1].all()):
+            raise bad("attention_mask", "ones for every token, padding on the left only")
         for name in options:
             if name not in ALLOWED:
                 raise bad(name, "only what token ids identify and options of GenerationConfig")
@@ -187,6 +195,19 @@ class Attached:
         for name in UNTOUCHED:
             if (got := self._option(name, options)) not in (None, True):
                 raise bad(name, "nothing: kvtier brings the cache", got)
+        if (got := self._option("cache_implementation", options)) not in CACHES:
+            raise bad("cache_implementation", "dynamic or static", got)
+        return [int(pad) for pad in (mask == 0).sum(dim=1)]
+
+    def _static(self, ids: Any, options: dict[str, Any]) -> int:
+        """Tokens that a StaticCache must have room for; 0 where none is asked for. kvtier brings it itself."""
+        kind = self._option("cache_implementation", options)
+        if kind is not None:
+            options["cache_implementation"] = None
+        if kind != "static":
+            return 0
+        new = self._option("max_new_tokens", options)
+        return int(ids.shape[1] + new if new is not None else self._option("max_length", options) or ids.shape[1] + 20)
 
     def _option(self, name: str, options: dict[str, Any]) -> Any:
         """The value of a generation option that will be in effect."""
@@ -195,34 +216,49 @@ class Attached:
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
-    def _load(self, path: Path, cache: Any) -> int:
-        """Copy the cached prefix into `cache`; how many pages it was. A page that is lost or wrong ends the prefix."""
-        if not (path.pages or path.asking):
+    def _load(self, paths: list[Path], pads: list[int], cache: Any) -> int:
+        """Copy the cached prefixes into `cache`; how many columns it has then: as many as every row has."""
+        rows = [self._read(path) for path in paths]
+        ends = [pad + len(pages) * self._page_tokens for pad, pages in zip(pads, rows, strict=True)]
+        columns = min(ends)
+        if columns <= min(pads):
             return 0
+        self.layout.load(cache, rows, pads, columns)
+        return columns
+
+    def _read(self, path: Path) -> Any:
+        """The cached pages of a path: uint8, [pages, item_bytes]. One that is lost or wrong ends them."""
+        if not (path.pages or path.asking):
+            return torch.empty((0, self.layout.group.item_bytes), dtype=torch.uint8)
         with path.acquire(-1 if path.asking else path.pages) as lease:
             rows = torch.empty((lease.pages, self.layout.group.item_bytes), dtype=torch.uint8)
             pages = 0
             while pages < lease.pages and lease.read(0, pages, rows[pages].numpy()):
                 pages += 1
-        if pages:
-            self.layout.load(cache, rows[:pages])
-        return pages
+        return rows[:pages]
 
-    def _store(self, path: Path, cache: Any, tokens: Any) -> int:
-        """Give back the whole pages of `cache`; how many the daemon did not have."""
-        length = min(cache.get_seq_length(), len(tokens))  # the last token's KV has not been computed
-        last = length // self._page_tokens
-        if not self.layout.holds(cache):
-            return 0
-        keys = page_keys(self.spec, tokens[:length].cpu().numpy())
-        path.extend(keys[len(path.keys) :])
+    def _store_rows(self, paths: list[Path], pads: list[int], cache: Any, rows: Any) -> int:
+        """Give back the whole pages of every row; how many the daemon did not have."""
+        length, stored = int(cache.get_seq_length()), 0  # the last token's KV has not been computed
+        if self.layout.holds(cache, len(paths)):
+            for row, (path, pad) in enumerate(zip(paths, pads, strict=True)):
+                tokens = rows[row, pad : min(length, len(rows[row]))].cpu().numpy()
+                stored += self._store(path, cache, tokens, row, pad)
+        for path in paths:
+            path.close()
+        return stored
+
+    def _store(self, path: Path, cache: Any, tokens: Any, row: int, pad: int) -> int:
+        """Give back the whole pages of one row; how many the daemon did not have."""
+        last = len(tokens) // self._page_tokens
+        path.extend(page_keys(self.spec, tokens)[len(path.keys) :])
         stored, first = 0, path.pages
         while first < last:
             with path.reserve(first, last - first, wait_ms=RESERVE_MS) as held:
                 if not held.pages:
                     break
-                rows = self.layout.export(cache, first, held.pages)
-                written = sum(held.write(0, first + i, rows[i].numpy()) for i in range(held.pages))
+                pages = self.layout.export(cache, first, held.pages, row, pad)
+                written = sum(held.write(0, first + i, pages[i].numpy()) for i in range(held.pages))
                 if not held.commit():
                     break
                 stored += written

@@ -222,7 +222,10 @@ class RadixIndex(Index):
         up: Node | None = node
         while up is not None and up is not self.root:
             if up.depth < through:
-                up.live = max(up.live, min(up.pages, through - up.depth))
+                live = min(up.pages, through - up.depth)
+                if up.live >= live:
+                    return  # and so is all above
+                up.live = live
             up = up.parent
 
     def cut_at(self, node: Node, depth: int) -> Node:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
-from typing import NamedTuple
+from itertools import repeat
+from typing import Final, NamedTuple
 
 from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK
 from kvtier.tiers.records import Run
-from kvtier.types import NO_COPY, Tier
+from kvtier.types import NO_COPY, RUN_PAGES, Tier
+
+_CHAINS: Final = [struct.Struct(f"{CHAIN_BYTES}s" * pages) for pages in range(RUN_PAGES + 1)]
 
 Places = dict[bytes, Node]
 """Chain key of a page -> a node that ends at or below it; the root's chain key -> the root."""
@@ -55,8 +59,11 @@ def graft_late(part: Late, places: Places) -> tuple[list[int], Late | None]:
     if end == first:
         return _live(run, first), None
     node = index.extend(keys[: (end - first) * index.stride], 0.0, parent)
-    for at in range(first, end):
-        places[part.chains[at * CHAIN_BYTES : (at + 1) * CHAIN_BYTES]] = node
+    chains = part.chains[first * CHAIN_BYTES : end * CHAIN_BYTES]
+    places.update(zip(_CHAINS[end - first].unpack(chains), repeat(node)))
+    if not first and end == run.pages and node.pages == end and _put_whole(cache, node, run):
+        index.publish(node, node.end)
+        return [], None
     used = _put(cache, node, run, first, end)
     index.publish(node, node.end)
     after = _live(run, end)
@@ -71,6 +78,8 @@ def _live(run: Run, first: int) -> list[int]:
 
 def _whole(run: Run, known: int, anchors: list[int]) -> int:
     """Leading pages that are `known` already or of which the run has all that a page needs."""
+    if run.live == (1 << run.pages) - 1 and not any(NO_COPY in run.cells[g] for g in anchors):
+        return run.pages
     while known < run.pages and run.live >> known & 1 and all(run.cells[g][known] != NO_COPY for g in anchors):
         known += 1
     return known
@@ -88,13 +97,27 @@ def _graft_key(cache: Cache, run: Run) -> bool:
     return True
 
 
+def _put_whole(cache: Cache, node: Node, run: Run) -> bool:
+    """The same for most runs: all of a run that makes up a node that disk had nothing of; False where it is not so."""
+    index = cache.index
+    if node.count[Tier.DISK] or run.live != (1 << run.pages) - 1 or any(NO_COPY in cells for cells in run.cells):
+        return False
+    handles = array("q", range(run.id << PAGE_BITS, (run.id << PAGE_BITS) + run.pages))
+    for group, sums in enumerate(run.sums):
+        index.put(node, 0, Tier.DISK, group, handles, sums)
+    return True
+
+
 def _put(cache: Cache, node: Node, run: Run, first: int, end: int) -> set[int]:
     """Record the copies of pages [first, end) of the run that disk does not have; returns their pages."""
     used: set[int] = set()
-    for each in cache.index.path(node):
+    below: list[Node] = []
+    up: Node | None = node
+    while up is not None and up.end > run.depth + first:
+        below.append(up)
+        up = up.parent
+    for each in reversed(below):
         lo, hi = max(each.depth, run.depth + first), min(each.end, run.depth + end)
-        if lo >= hi:
-            continue
         part = slice(lo - run.depth, hi - run.depth)
         for group in range(cache.index.groups):
             column = each.at[Tier.DISK * cache.index.groups + group]

@@ -35,9 +35,18 @@ class Keys:
             raise bad("keys", f"1..{most} keys of {size} bytes", len(keys))
         return cache, [cache.keyed.name(group, keys[at : at + size]) for at in range(0, len(keys), size)]
 
-    def exists(self, process: Process, msg: Exists) -> Existence:
-        """One Presence byte per key."""
+    def exists(self, process: Process, msg: Exists) -> Existence | Awaitable[Existence]:
+        """One Presence byte per key; while the catalogue loads, after looking each up there."""
         cache, names = self.names(process, msg.cache, msg.group, msg.keys, MAX_ASKED)
+        if self.parts.loading:
+            return self._exist_later(process, cache, names, msg)
+        return self._exist(process, cache, names, msg)
+
+    async def _exist_later(self, process: Process, cache: Cache, names: list[bytes], msg: Exists) -> Existence:
+        await self.parts.restore.keys(cache, [name[1:] for name in names])
+        return self._exist(process, cache, names, msg)
+
+    def _exist(self, process: Process, cache: Cache, names: list[bytes], msg: Exists) -> Existence:
         found = cache.keyed.find
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
         if names and process.instance.polls.first(cache.number, names, self.parts.now()):
@@ -61,13 +70,27 @@ class Keys:
         """Lease the keys that are there; waits only when some must come from disk."""
         cache, names = self.names(process, msg.cache, msg.group, msg.keys)
         deadline = self.parts.deadline(msg.wait_ms)
+        if self.parts.loading:
+            return self._acquire_later(process.instance, cache, names, msg.group, deadline)
+        return self._acquire(process.instance, cache, names, msg.group, deadline)
+
+    async def _acquire_later(
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+    ) -> Acquired:
+        await self.parts.restore.keys(cache, [name[1:] for name in names])
+        reply = self._acquire(instance, cache, names, group, deadline)
+        return reply if isinstance(reply, Acquired) else await reply
+
+    def _acquire(
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+    ) -> Acquired | Awaitable[Acquired]:
         if not self.parts.host.budget_bytes:  # nothing can be where an engine could read it
             nowhere: list[Node | None] = [None] * len(names)
-            return self._grant(process.instance, Lease(cache, [], len(names), 0, msg.group), nowhere)
+            return self._grant(instance, Lease(cache, [], len(names), 0, group), nowhere)
         peers = self.parts.peers
         if peers is not None and (away := peers.keys.wanted(cache, names)):
-            return self._acquire_away(process.instance, cache, names, away, deadline)
-        return self._acquire(process.instance, cache, names, msg.group, deadline)
+            return self._acquire_away(instance, cache, names, away, deadline)
+        return self._acquire_here(instance, cache, names, group, deadline)
 
     async def _acquire_away(
         self, instance: Instance, cache: Cache, names: list[bytes], away: dict[str, list[bytes]], deadline: float
@@ -79,10 +102,10 @@ class Keys:
             await peers.keys.bring(cache, shared, away, deadline)
         if instance.gone:
             return Acquired(0, 0)
-        reply = self._acquire(instance, cache, names, names[0][0], deadline)
+        reply = self._acquire_here(instance, cache, names, names[0][0], deadline)
         return reply if isinstance(reply, Acquired) else await reply
 
-    def _acquire(
+    def _acquire_here(
         self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
     ) -> Acquired | Awaitable[Acquired]:
         """Lease what is here now."""

@@ -101,27 +101,30 @@ class Operate:
         """Empty one cache; one that no engine has open is forgotten. Raises bad_request, unknown."""
         if not msg.cache:
             raise bad("cache", "the beginning of a cache's id")
-        return wire.Info(await self._empty([cache_of(self.parts.caches, msg.cache)]))
+        return wire.Info(await self.empty([cache_of(self.parts.caches, msg.cache)]))
 
     async def purge(self, msg: wire.Purge) -> wire.Info:
         """Empty every cache of a scope, a tenant's salt, an adapter: what is given must all fit. Raises bad_request."""
-        if not (msg.scope or msg.adapter or msg.salt):
+        return wire.Info(await self.empty(self.fitting(msg.scope, msg.adapter, msg.salt)))
+
+    def fitting(self, scope: str, adapter: str, salt: bytes) -> list[Cache]:
+        """The caches that what is given fits; raises bad_request where nothing is given."""
+        if not (scope or adapter or salt):
             raise bad("scope", "a scope, an adapter or a salt")
-        caches = [
+        return [
             cache
             for cache in self.parts.caches.values()
-            if (not msg.scope or cache.scope == msg.scope)
-            and (not msg.adapter or cache.spec.adapter == msg.adapter)
-            and (not msg.salt or cache.spec.salt == msg.salt)
+            if (not scope or cache.scope == scope)
+            and (not adapter or cache.spec.adapter == adapter)
+            and (not salt or cache.spec.salt == salt)
         ]
-        return wire.Info(await self._empty(caches))
 
     def _indexed(self) -> None:
         """Raise busy while pages may still come from the catalogue."""
         if self.parts.loading:
             raise KvtierError(Code.BUSY, "the catalogue is still being indexed")
 
-    async def _empty(self, caches: list[Cache]) -> dict[str, Any]:
+    async def empty(self, caches: list[Cache]) -> dict[str, Any]:
         """Cut everything that the caches hold now."""
         self._indexed()
         pages = kept = 0

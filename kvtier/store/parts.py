@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from typing import TYPE_CHECKING
 
-from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
+from kvtier.identity import CacheSpec, cache_id, shape_of
 from kvtier.index import Node, Order
 from kvtier.mover import Mover
 from kvtier.store.cache import Cache
-from kvtier.store.graft import Late, Places, graft, graft_late
 from kvtier.store.instance import Instance, Process
 from kvtier.store.loads import Loads
 from kvtier.store.persist import Persist
 from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
+from kvtier.store.restore import Restore
 from kvtier.store.space import Space
+from kvtier.store.warmth import Warmth
 from kvtier.store.ways import Ways
 from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
-from kvtier.tiers.ledger import PAGE_BITS
-from kvtier.tiers.records import Run
 from kvtier.types import Code, KvtierError, Tier, bad
 
 if TYPE_CHECKING:
@@ -62,6 +60,8 @@ class Parts:
         """Newest epoch of each cache without its epoch (base_id); disk keeps them across restarts."""
         self.loading = disk is not None
         """Whether the catalogue is still being indexed."""
+        self.restore = Restore(self)
+        self.warmth = Warmth(self)
         self.numbers = itertools.count(secrets.randbits(40) << 20)
         """Handles, leases, reservations: begun at random, so that one of an earlier daemon is never somebody else's."""
         self.instances: dict[tuple[str, str], Instance] = {}
@@ -162,52 +162,6 @@ class Parts:
             self.prune()
             if len(self.caches) >= MAX_CACHES:
                 raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches are open or hold pages")
-
-    async def restore(self) -> None:
-        """Rebuild the indexes from the disk tier's catalogue, in slices, while engines are served."""
-        if self.disk is None:
-            return
-        places: dict[int, Places] = {}
-        for number, record in self.disk.caches().items():
-            if record.epoch < self.epoch(base_id(record.spec, record.scope)):
-                self.disk.drop_cache(number)
-                continue
-            cache = self.cache(record.spec, record.scope, record.epoch)
-            cache.disk = number
-            places[number] = {cache.id[:CHAIN_BYTES]: cache.index.root}
-        by_disk = {c.disk: c for c in self.caches.values() if c.disk is not None}
-        until = time.perf_counter() + SLICE_S
-        late: list[Late] = []
-        for run in self.disk.load():
-            owner = by_disk.get(run.cache)
-            refused, rest = graft(owner, run, places[run.cache]) if owner else (list(range(run.pages)), None)
-            self._refuse(run, refused)
-            if rest is not None:
-                late.append(rest)
-            if time.perf_counter() > until:
-                await asyncio.sleep(0)
-                until = time.perf_counter() + SLICE_S
-        while late:
-            late.sort(key=lambda part: part.run.depth + part.first, reverse=True)
-            part = late.pop()
-            refused, rest = graft_late(part, places[part.run.cache])
-            self._refuse(part.run, refused)
-            if rest is not None:
-                late.append(rest)
-        self.loading = False
-        self.persist.pump()
-        for cache in by_disk.values():
-            if cache.disk is not None and not cache.index.nodes:
-                self.disk.drop_cache(cache.disk)
-                cache.disk = None
-        self.prune()
-
-    def _refuse(self, run: Run, pages: list[int]) -> None:
-        """Free pages of a run that the index has no place for."""
-        if pages:
-            assert self.disk is not None
-            self.disk.free([run.id << PAGE_BITS | at for at in pages])
-            self.counts["orphan_pages"] += len(pages)
 
     def check(self) -> list[str]:
         """Broken invariants of the whole store, in words."""

@@ -309,7 +309,7 @@ class Persist:
         assert disk is not None
         if disk.refusal != Code.NO_SPACE or self._syncing:
             return  # a completion pumps again, or the end of loading
-        if self.evict(nbytes) or disk.freeing_bytes:
+        if self.evict(nbytes) or disk.freeing_bytes or disk.making_room:
             self._syncing = True
             disk.flush(self._synced)
         elif not self._writing:  # else what is being written can be evicted soon

@@ -45,7 +45,7 @@ class Scrub:
     async def run(self, rate: float) -> None:
         """Scrub for ever."""
         while True:
-            for place in self._places():
+            for place in self.places():
                 if place.node.dead:
                     continue
                 try:
@@ -56,11 +56,13 @@ class Scrub:
             self.counts["scrub_rounds"] += 1
             await asyncio.sleep(REST_S)
 
-    def _places(self) -> Iterator[Place]:
+    def places(
+        self, tiers: tuple[Tier, ...] = (Tier.HOST, Tier.DISK), caches: list[Cache] | None = None
+    ) -> Iterator[Place]:
         """Every copy there is when its turn comes; nodes that come and go meanwhile are met in the next round."""
-        for cache in list(self.caches.values()):
+        for cache in list(self.caches.values()) if caches is None else caches:
             for node in list(cache.index.walk()):
-                for tier in (Tier.HOST, Tier.DISK):
+                for tier in tiers:
                     for group in range(cache.index.groups):
                         held = node.handles(tier, group)
                         if held is not None:

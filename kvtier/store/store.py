@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvtier.store.cache import Cache
 from kvtier.store.checkup import Checkup
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
+from kvtier.store.exports import Exports
+from kvtier.store.imports import Imports
 from kvtier.store.instance import Instance, Process
 from kvtier.store.keyed import Keys
 from kvtier.store.operate import Operate
@@ -25,6 +28,8 @@ from kvtier.store.report import Report
 from kvtier.store.routing import Routing
 from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
+from kvtier.store.upkeep import Upkeep
+from kvtier.store.visits import Visits
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -63,6 +68,9 @@ class Store:
         self.report = Report(self.parts, self.checkup, version)
         operate = Operate(self.parts)
         self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
+        upkeep = Upkeep(self.parts, operate, self.scrub)
+        self.visits = Visits(self.parts)
+        exports, imports = Exports(self.parts, self.visits), Imports(self.parts, self.visits)
         self._scrub_bytes_s = scrub_bytes_s
         self._background: list[asyncio.Task[None]] = []
         self.closing = False
@@ -105,15 +113,29 @@ class Store:
             wire.Purge: operate.purge,
             wire.Route: Routing(self.parts).route,
             wire.Flush: self.flush_all,
+            wire.DiskUsage: upkeep.usage,
+            wire.DiskScrub: upkeep.read_all,
+            wire.DiskVerify: upkeep.verify,
+            wire.DiskCompact: upkeep.compact,
+            wire.DiskPurge: upkeep.purge,
+            wire.Export: exports.begin,
+            wire.ExportNext: exports.next,
+            wire.ExportEnd: exports.end,
+            wire.Import: imports.begin,
+            wire.ImportRun: imports.run,
+            wire.ImportData: imports.data,
+            wire.ImportEnd: imports.end,
         }
 
     def start(self) -> asyncio.Task[None]:
         """Begin to rebuild the indexes from disk; engines may be served meanwhile. The task ends when all is loaded."""
         loop = asyncio.get_running_loop()
-        self.loading = loop.create_task(self.parts.restore())
+        self.loading = loop.create_task(self.parts.restore.run())
         self._background.append(loop.create_task(self.checkup.run()))
         if self._scrub_bytes_s:
             self._background.append(loop.create_task(self.scrub.run(self._scrub_bytes_s)))
+        if self.parts.disk is not None:
+            self._background.append(loop.create_task(self.parts.warmth.run()))
         if self.parts.peers is not None:
             self.parts.peers.start()
         return self.loading
@@ -216,12 +238,16 @@ class Store:
         self.loading.cancel()
         if self.parts.peers is not None:
             await self.parts.peers.close()
+        self.visits.close()
         for task in self._background:
             task.cancel()
         await asyncio.wait(self._background)
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
             await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self.parts.warmth.save()
         self.parts.close()
 
     # -- caches ----------------------------------------------------------------------------------------------------

@@ -49,8 +49,11 @@ class Tokens:
 
     # -- match ---------------------------------------------------------------------------------------------------
 
-    def match(self, process: Process, msg: Match) -> Matched:
-        """Longest cached prefix of a request's path; a handle goes on with the path it named."""
+    def match(self, process: Process, msg: Match) -> Matched | Awaitable[Matched]:
+        """Longest cached prefix of a request's path; a handle goes on with the path it named.
+
+        While the catalogue loads, waits for the look-up of what it has along the path.
+        """
         instance = process.instance
         if msg.handle:
             path = instance.path(msg.handle)
@@ -65,10 +68,22 @@ class Tokens:
             raise bad("keys", f"whole page keys of {cache.index.stride} bytes", len(msg.keys))
         instance.add_path(number, path, msg.keys)
         self.parts.requests.note(path, len(msg.keys))
+        if self.parts.loading:
+            return self._match_later(number, path, first=not msg.handle)
+        return self._matched(number, path, first=not msg.handle)
+
+    async def _match_later(self, number: int, path: Path, *, first: bool) -> Matched:
+        """Match once disk was asked."""
+        await self.parts.restore.path(path.cache, path.keys)
+        return self._matched(number, path, first=first)
+
+    def _matched(self, number: int, path: Path, *, first: bool) -> Matched:
+        """What matches now; a request counts once, however often it polls."""
+        cache = path.cache
         found = cache.radix.match(path.keys, self.parts.now())
         node = self._use(path, found)
         parts = segments(cache, node, found.pages)
-        if not msg.handle:  # a request counts once, however often it polls
+        if first:
             misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
         return Matched(number, found.pages, parts, found.pending, self._ask(path, found))
 

@@ -6,6 +6,7 @@ Writes come from one OS thread; reads may come from others, in transactions that
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ from kvtier.tiers.records import (
     encode_version,
 )
 from kvtier.tiers.scan import MAX_DBS, scan
+from kvtier.tiers.upgrade import OLDEST, ROOM, upgrade
 
 log = logging.getLogger("kvtier.disk")
 
@@ -46,18 +48,27 @@ class Catalogue:
         self._remap = threading.Lock()  # no transaction survives a change of the map's size
         self._env: lmdb.Environment
         self._dbs: dict[bytes, lmdb._Database] = {}
+        self._unnamed = False
+        self.version: Version
+        """Slab size of this directory (as asked for when new) and the next cache number."""
         self.set_aside = _set_aside_unless_sound(path, clean)
         """Whether a catalogue was found here that could not be used."""
         path.mkdir(mode=0o700, exist_ok=True)
-        self._open()
-        self.version = self._settle_version(slab_bytes)
-        """Slab size of this directory (as asked for when new) and the next cache number."""
+        self._open(room=ROOM)
+        try:
+            if upgrade(self._env, self._dbs):
+                self._env.sync(True)
+            self.version = self._settle_version(slab_bytes)
+        except BaseException:
+            self._env.close()
+            raise
 
-    def _open(self) -> None:
+    def _open(self, room: int = 2) -> None:
+        """Open it with a map of so many times its size."""
         data = self.path / "data.mdb"
         have = data.stat().st_size if data.exists() else 0
         self._env = lmdb.open(
-            str(self.path), map_size=max(MAP_BYTES, 2 * have), max_dbs=MAX_DBS, mode=0o600,
+            str(self.path), map_size=max(MAP_BYTES, room * have), max_dbs=MAX_DBS, mode=0o600,
             sync=self._sync, metasync=self._sync,
         )  # fmt: skip
         self._env.reader_check()
@@ -77,6 +88,7 @@ class Catalogue:
         """Apply all changes in one transaction, durable when this returns; raises lmdb.Error and changes nothing."""
         changes = list(changes)
         reopened = False
+        self._name()
         while True:
             try:
                 with self._env.begin(write=True) as txn:
@@ -145,6 +157,56 @@ class Catalogue:
                 found = cursor.next()
         return out
 
+    def rewrite(self) -> None:
+        """Put a compact copy in place of the file: what was deleted is in it no more. From the writing thread.
+
+        Raises lmdb.Error, OSError; what is stored stays as it is, then and at any instant of a power cut.
+        """
+        fresh = self.path / "fresh"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+        self._env.copy(str(fresh), compact=True)
+        (fresh / "data.mdb").chmod(0o600)
+        fd = os.open(fresh / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        with self._remap:
+            self._env.close()
+            try:
+                (fresh / "data.mdb").replace(self.path / "data.mdb")
+                self._unnamed = True
+            finally:
+                self._open()
+        shutil.rmtree(fresh, ignore_errors=True)
+        self._name()
+
+    def _name(self) -> None:
+        """A rewritten file has its name for good before anything in it is called durable; raises OSError."""
+        if self._unnamed:
+            sync_names(self.path)
+            self._unnamed = False
+
+    def runs_at(self, prefix: bytes) -> list[tuple[bytes, bytes, bytes | None]]:
+        """The same of every run whose key begins so."""
+        out: list[tuple[bytes, bytes, bytes | None]] = []
+        with self._remap, self._env.begin() as txn:
+            cursor = txn.cursor(self._dbs[b"runs"])
+            found = cursor.set_range(prefix)
+            while found and (key := bytes(cursor.key())).startswith(prefix):
+                out.append((key, bytes(cursor.value()), txn.get(key, db=self._dbs[b"live"])))
+                found = cursor.next()
+        return out
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the file that hold nothing."""
+        with self._remap, self._env.begin() as txn:
+            stats = [self._env.stat(), *(txn.stat(db) for db in self._dbs.values())]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return max(self.used_bytes - pages * stats[0]["psize"], 0)
+
     @property
     def used_bytes(self) -> int:
         """Bytes of the catalogue file."""
@@ -153,6 +215,16 @@ class Catalogue:
     def close(self) -> None:
         """Close it; the writing thread must have ended."""
         self._env.close()
+
+
+def sync_names(*folders: Path) -> None:
+    """Names created in these directories survive a power cut once this returns."""
+    for folder in folders:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def _set_aside_unless_sound(path: Path, clean: bool) -> bool:
@@ -180,7 +252,7 @@ def _judge(path: Path) -> tuple[str, str]:
         with env.begin() as txn:
             try:
                 version = decode_version(txn.get(VERSION_KEY, default=b"", db=meta))
-                if version.format != FORMAT:
+                if not OLDEST <= version.format <= FORMAT:
                     return f"format{version.format}", f"format {version.format}; this daemon reads {FORMAT}"
                 for key, value in txn.cursor(epochs):
                     decode_number(key, value)  # starting an epoch over could serve what a reset has freed

@@ -80,6 +80,7 @@ class Cells:
         self._stock = list(range(self.slabs))
         self._stocked = self.slabs  # slabs in stock and not parked
         self._parked: set[int] = set()
+        self._held: set[int] = set()  # those of them that somebody works on
 
     @property
     def total(self) -> int:
@@ -90,7 +91,8 @@ class Cells:
     def parked(self) -> int:
         """Free blocks that cannot be used now because the file system has no room behind them."""
         return sum(
-            self.slab_blocks if not (b := self._size[s]) else b * self._mask[s].bit_count() for s in self._parked
+            self.slab_blocks if not (b := self._size[s]) else b * self._mask[s].bit_count()
+            for s in self._parked - self._held
         )
 
     def room(self, blocks: int) -> int:
@@ -162,7 +164,8 @@ class Cells:
         mask = self._mask[slab]
         assert self._size[slab] == span.blocks, f"slab {slab} serves another size"
         assert not mask & bits, f"cells of {span} are free already"
-        kind, parked = self._classes[span.blocks], slab in self._parked
+        kind = self._classes.get(span.blocks) or _Class(self.slab_blocks // span.blocks)  # none yet while loading
+        parked = slab in self._parked
         self._mask[slab] = mask | bits
         if not parked:
             kind.free += span.cells
@@ -228,9 +231,17 @@ class Cells:
         else:
             self._stocked -= 1
 
+    def hold(self, slab: int) -> bool:
+        """Take nothing more from this slab until `offer`, whatever the file system says; False where it is parked."""
+        if slab in self._parked:
+            return False
+        self.park(slab)
+        self._held.add(slab)
+        return True
+
     def unpark(self) -> None:
-        """Offer every parked slab again."""
-        for slab in list(self._parked):
+        """Offer every parked slab again that nobody holds."""
+        for slab in self._parked - self._held:
             self.offer(slab)
 
     def offer(self, slab: int) -> None:
@@ -238,6 +249,7 @@ class Cells:
         if slab not in self._parked:
             return
         self._parked.discard(slab)
+        self._held.discard(slab)
         if blocks := self._size[slab]:
             self._classes[blocks].free += self._mask[slab].bit_count()
             heapq.heappush(self._classes[blocks].heap, slab)
@@ -245,16 +257,46 @@ class Cells:
             self._stocked += 1
             heapq.heappush(self._stock, slab)
 
-    def sparse(self, wanted: Collection[int]) -> int:
-        """The emptiest slab whose cells would all fit elsewhere in its class, of a class not wanted; -1 if none."""
+    def sparse(self, wanted: Collection[int], but: Collection[int] = ()) -> int:
+        """The emptiest slab whose cells would all fit elsewhere in its class, of a class not wanted; -1 if none.
+
+        Slabs in `but` are passed over.
+        """
         spare = {size for size, kind in self._classes.items() if size not in wanted and kind.free >= kind.per_slab}
         best, least = -1, self.slab_blocks
         for slab, size in enumerate(self._size) if spare else ():
-            if size in spare and slab not in self._parked:
+            if size in spare and slab not in self._parked and slab not in but:
                 used = self.slab_blocks // size - self._mask[slab].bit_count()
                 if used * size < least:
                     best, least = slab, used * size
         return best
+
+    def gaps(self, slab: int) -> list[tuple[int, int]]:
+        """(first block, blocks) of everything free in a slab, neighbours joined; pending cells are not free."""
+        base, size = slab * self.slab_blocks, self._size[slab]
+        if not size:
+            return [(base, self.slab_blocks)]
+        out, at, mask = [], 0, self._mask[slab]
+        while mask:
+            skip = (mask & -mask).bit_length() - 1
+            mask >>= skip
+            length = ((mask + 1) & ~mask).bit_length() - 1
+            at += skip
+            out.append((base + at * size, length * size))
+            at += length
+            mask >>= length
+        return out
+
+    def classes(self) -> list[dict[str, int]]:
+        """Per size of cells: bytes of one, slabs, cells free and taken (used or pending)."""
+        rows = {size: {"cell_bytes": size * BLOCK, "slabs": 0, "taken": 0, "free": 0} for size in self._size if size}
+        for size, mask in zip(self._size, self._mask, strict=True):
+            if size:
+                row, free = rows[size], mask.bit_count()
+                row["slabs"] += 1
+                row["free"] += free
+                row["taken"] += self.slab_blocks // size - free
+        return [rows[size] for size in sorted(rows)]
 
     def size_in(self, slab: int) -> int:
         """Blocks of one cell of this slab; 0 while it serves none."""

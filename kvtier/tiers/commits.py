@@ -46,7 +46,7 @@ class Op:
 
     __slots__ = (
         "chains", "changes", "doubtful", "error", "failure", "finish", "heard", "keep", "parent", "ready", "reason",
-        "size", "urgent",
+        "rewrite", "size", "urgent",
     )  # fmt: skip
 
     def __init__(self, changes: list[Change], finish: Callable[[str], None] = unheard, *, keep: bool = True) -> None:
@@ -61,6 +61,8 @@ class Op:
         """False until the payload has been written."""
         self.urgent = False
         """Somebody waits: no lingering for company."""
+        self.rewrite = False
+        """The catalogue is to be written anew once the changes are durable."""
         self.error = ""
         self.reason = ""
         """The error by name, as ENOSPC, where a call failed."""
@@ -180,6 +182,7 @@ class Commits:
     def _settle(self, batch: list[Op], good: list[Op], error: BaseException | None) -> None:
         """Report the batch; after a failure the changes that must not be lost go back to the head of the queue."""
         if error is None:
+            self._rewrite([op for op in batch if op.rewrite])
             self._deliver(batch, "")
             return
         again = [] if self._closing else [op for op in good if op.keep]
@@ -192,6 +195,16 @@ class Commits:
             self._queue.extendleft(reversed(again))
             if again and not self._closing:
                 self._changed.wait(RETRY_S)
+
+    def _rewrite(self, ops: list[Op]) -> None:
+        """Write the catalogue anew for those who asked; a failure is theirs alone: all else is durable already."""
+        if not ops:
+            return
+        try:
+            self._catalogue.rewrite()
+        except (OSError, lmdb.Error) as caught:
+            for op in ops:
+                op.error, op.reason = code_of(caught), name_of(caught)
 
     def _fail_orphans(self, batch: list[Op]) -> None:
         """A run whose parent's write failed must not become durable, unless its owner knew and still asked."""

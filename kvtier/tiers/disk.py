@@ -6,6 +6,7 @@ The order of a write: payload -> fdatasync of the extents -> commit of the catal
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -20,27 +21,36 @@ from kvtier.tiers.commits import Commits, Op, unheard
 from kvtier.tiers.completions import Completions
 from kvtier.tiers.extentfile import Calls
 from kvtier.tiers.folder import let_go, open_folder
+from kvtier.tiers.gauges import Gauges
 from kvtier.tiers.health import Health
 from kvtier.tiers.lanes import Lanes
-from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger, check_items
+from kvtier.tiers.layouts import packed_layouts
+from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger
 from kvtier.tiers.loading import load_runs
+from kvtier.tiers.packing import Frame, Packing, repacked
 from kvtier.tiers.records import (
     VERSION_KEY,
     CacheRecord,
     Change,
+    Damaged,
     Item,
     Placed,
     Run,
     Version,
     View,
     cache_key,
+    check_items,
     encode_cache,
     encode_number,
     encode_run,
     encode_version,
+    name_of,
+    run_number,
+    run_prefix,
 )
 from kvtier.tiers.relocate import Relocator
 from kvtier.tiers.transfers import Reads, Writing
+from kvtier.tiers.upkeep import Upkeep
 from kvtier.types import RUN_PAGES, Code, bad
 
 __all__ = ["CacheRecord", "DiskTier", "Item", "Run"]
@@ -55,7 +65,7 @@ CLOSE_S: Final = 10.0
 Done = Callable[[int | None, str], None]
 
 
-class DiskTier:
+class DiskTier(Gauges):
     """One directory of stored runs; `load` comes first."""
 
     def __init__(
@@ -71,6 +81,7 @@ class DiskTier:
         linger_s: float = 0.005,
         direct: bool = True,
         sync: bool = True,
+        compress: bool = False,
         calls: Calls | None = None,
     ) -> None:
         self.path = Path(path)
@@ -79,6 +90,8 @@ class DiskTier:
         )
         self._post = post
         self._queue_bytes = queue_bytes
+        self._compress = compress
+        self._packing: set[Writing] = set()
         self._remember()
         self._lanes = Lanes(threads, "kvtier-disk")
         self._reads = Reads(self._ledger.find, self._extents, self._lanes, self._health.count)
@@ -94,6 +107,9 @@ class DiskTier:
         self._relocator = Relocator(
             self._ledger, self._catalogue, self._extents, self._lanes, self._reads, self._commits, post
         )
+        self.upkeep = Upkeep(
+            self._ledger, self._catalogue, self._extents, self._lanes, self._relocator, self._renew, post
+        )
 
     def _remember(self) -> None:
         """The state in memory, as far as it is known before the runs are loaded."""
@@ -104,66 +120,11 @@ class DiskTier:
         self._queued = self._heard = 0
         self._loaded = self._closing = False
         self._parked_at = 0.0
+        self._early: set[int] = set()  # runs that were looked up before their turn in loading came
         self._completions = Completions(self._post, self._settled)
         self._health = Health(set_aside=int(self._catalogue.set_aside))
         self.refusal = ""
         """Why the last `write` said no: loading, no_space, busy or closing."""
-
-    # -- what is there ------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> str:
-        """loading, ready, sick or closing."""
-        if self._closing:
-            return "closing"
-        if not self._loaded:
-            return "loading"
-        return "sick" if self._health.reason else "ready"
-
-    @property
-    def sick(self) -> str:
-        """Name of the last failure (as ENOSPC) since which no write worked; empty when well or due for a try."""
-        return "" if self._health.due() else self._health.reason
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Size of the extent file: never exceeded."""
-        return self._cells.total * BLOCK
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of cells that hold, or are about to hold, items."""
-        return self._cells.used * BLOCK
-
-    @property
-    def freeing_bytes(self) -> int:
-        """Bytes freed, and free once that is durable."""
-        return self._cells.pending * BLOCK
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes neither used nor pending."""
-        return self.capacity_bytes - self.used_bytes - self.freeing_bytes
-
-    @property
-    def stats(self) -> dict[str, int]:
-        """Counters since the tier was opened, and present sizes."""
-        counts = self._health.counts()
-        counts["queued_bytes"] = self._queued
-        counts["commits"] = self._commits.commits
-        counts["slabs_emptied"] = self._relocator.slabs
-        counts["runs"] = len(self._ledger.runs)
-        counts["parked_bytes"] = self._cells.parked * BLOCK
-        counts["catalogue_bytes"] = self._catalogue.used_bytes
-        return counts
-
-    def queue_full(self, nbytes: int) -> bool:
-        """Whether a write of this size must wait for others to become durable."""
-        return self._queued > 0 and self._queued + nbytes > self._queue_bytes
-
-    def caches(self) -> dict[int, CacheRecord]:
-        """The caches that have, or may get, runs here."""
-        return dict(self._ledger.caches)
 
     # -- caches and epochs --------------------------------------------------------------------------------------
 
@@ -214,11 +175,30 @@ class DiskTier:
         Cut it into slices as you like; `free` and `forget` may be called in between. Keys and chains of a run
         are gone once the next one is asked for.
         """
-        yield from load_runs(self._catalogue, self._ledger, self._health, self._strays)
+        yield from load_runs(self._catalogue, self._ledger, self._health, self._strays, self._early)
+        self._early.clear()
         self._cells.loaded()
         self._loaded = True
         if self._strays:
             self._submit(self._strays)
+
+    def seek(self, cache: int, depth: int, parent: bytes, first: bytes) -> list[Run]:
+        """While loading: runs of a cache that begin with this page key, at this depth below this parent.
+
+        `load` passes over what was found here. The caller clears the keys and chains of the runs.
+        """
+        if self._loaded:
+            return []
+        name = name_of(parent, first)
+        found = []
+        for key, value, mask in self._catalogue.runs_at(run_prefix(depth, name)):
+            number = run_number(key)
+            if number not in self._early and number not in self._ledger.runs:
+                with contextlib.suppress(Damaged):  # load will meet it
+                    if run := self._ledger.restore(key, value, mask, cache, parent, first):
+                        self._early.add(number)
+                        found.append(run)
+        return found
 
     def forget(self, run_id: int) -> None:
         """Free a whole run, for which the index has no place."""
@@ -255,6 +235,7 @@ class DiskTier:
             return False
         run, placed = begun
         run.parent, run.depth, run.keys, run.chains = parent, depth, keys, chains
+        run.name = name_of(parent, keys[:stride])
         self._send(run, placed, items, size, done)
         return True
 
@@ -280,6 +261,26 @@ class DiskTier:
         op.finish = partial(self._written, run, writing, done)
         self._queued += size
         self._commits.submit(op)
+        if self._compress:
+            self._packing.add(writing)
+            layouts, packed = packed_layouts(run.layouts), partial(self._packed, run, writing)
+            self._lanes.submit(Packing(items, layouts, self._post, packed, writing.drop), urgent=False)
+        else:
+            self._lanes.submit(writing, urgent=False)
+
+    def _packed(self, run: Run, writing: Writing, frames: Sequence[Frame | None]) -> None:
+        """Its items are packed, where that pays: give those smaller cells, and write."""
+        if writing not in self._packing:
+            return  # dropped: the tier closes
+        self._packing.discard(writing)
+        pairs = list(zip(writing.items, frames, strict=True))
+        if sizes := {(item.page, item.group): frame.size for item, frame in pairs if frame is not None}:
+            placed = self._ledger.repack(run, sizes)
+            writing.items = [repacked(run, item, frame) for item, frame in pairs]
+            writing.op.changes = [Change(b"runs", run.key, encode_run(run, placed))]
+            full = sum(run.layouts[item.group % run.groups].blocks for item in writing.items)
+            kept = sum(run.layouts[item.group].blocks for item in writing.items)
+            self._health.count(packed_bytes_saved=(full - kept) * BLOCK)
         self._lanes.submit(writing, urgent=False)
 
     def _written(self, run: Run, writing: Writing, done: Done, error: str) -> None:
@@ -345,14 +346,24 @@ class DiskTier:
         """
         return self._reads.read(reqs)
 
+    def _renew(self, done: Callable[[str], None], rewrite: bool) -> None:
+        """Flush, and where asked write the catalogue anew."""
+        self._submit([], done, keep=False, urgent=True, rewrite=rewrite)
+
     def _submit(
-        self, changes: list[Change], finish: Callable[[str], None] = unheard, *, keep: bool = True, urgent: bool = False
+        self,
+        changes: list[Change],
+        finish: Callable[[str], None] = unheard,
+        *,
+        keep: bool = True,
+        urgent: bool = False,
+        rewrite: bool = False,
     ) -> None:
         if self._closing:
             finish(Code.CLOSING.value)
             return
         op = Op(changes, finish, keep=keep)
-        op.heard, op.urgent = self._heard, urgent
+        op.heard, op.urgent, op.rewrite = self._heard, urgent, rewrite
         self._commits.submit(op)
 
     def _settled(self, committed: bool, failure: str) -> None:
@@ -360,11 +371,7 @@ class DiskTier:
         if committed:
             self._ledger.settle_doubts()
 
-    # -- checking and closing -----------------------------------------------------------------------------------
-
-    def check(self) -> list[str]:
-        """Every disagreement between runs, cells and counts; empty when all is well. Loading must have ended."""
-        return self._ledger.check()
+    # -- closing -----------------------------------------------------------------------------------
 
     def checking(self) -> Iterator[list[str]]:
         """The same in steps. Raises Changed as soon as something changed between two of them."""
@@ -378,6 +385,9 @@ class DiskTier:
         self._relocator.close()
         idle = self._reads.close(timeout_s)
         ended = self._lanes.close(timeout_s) and idle
+        packing, self._packing = self._packing, set()
+        for writing in packing:
+            writing.drop()
         committed = self._commits.close(timeout_s)
         self._completions.finish()
         if committed:

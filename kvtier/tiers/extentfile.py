@@ -7,6 +7,7 @@ block, so nothing outside the given views is read or written.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -24,9 +25,22 @@ from kvtier.types import align_up
 IO_BYTES: Final = 4 << 20
 """No single call moves more, so that a waiting read is never far behind a write."""
 SMALL_IO_BYTES: Final = 512 << 10
-SHARES: Final = 12
+SHARES: Final = 4
+"""Calls that a transfer is cut into: fewer would leave lanes idle, more cost a thread's waking each."""
 IO_VIEWS: Final = 512
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+_PUNCH_HOLE: Final = 0x02 | 0x01  # the file keeps its size
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def _punch(fd: int, offset: int, size: int) -> None:
+    """Take the blocks of a range away from a file: it reads as zeros. Raises OSError."""
+    if _libc.fallocate(fd, _PUNCH_HOLE, offset, size):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 class Calls:
@@ -36,6 +50,7 @@ class Calls:
     preadv = staticmethod(os.preadv)
     fdatasync = staticmethod(os.fdatasync)
     fallocate = staticmethod(os.posix_fallocate)
+    punch = staticmethod(_punch)
 
 
 class Piece(NamedTuple):
@@ -79,6 +94,11 @@ class Scratch:
             np.copyto(view, buffer)
 
 
+def _fits(view: View) -> bool:
+    """Whether O_DIRECT takes a view as it is."""
+    return view.size % BLOCK == 0 and view.__array_interface__["data"][0] % BLOCK == 0
+
+
 def _aligned(view: View, scratch: Scratch) -> Iterator[View]:
     """Views that O_DIRECT takes, covering this one and its padding."""
     whole = view.size - view.size % BLOCK
@@ -91,9 +111,12 @@ def _aligned(view: View, scratch: Scratch) -> Iterator[View]:
 
 
 def pieces(
-    views: Iterable[View], cells: Sequence[int], cell_bytes: int, owner: int, scratch: Scratch
+    views: Sequence[View], cells: Sequence[int], cell_bytes: int, owner: int, scratch: Scratch
 ) -> Iterator[Piece]:
     """The bytes of one item, cut where either its memory or its cells end."""
+    if len(cells) == 1 and len(views) == 1 and views[0].size <= IO_BYTES and _fits(views[0]):
+        yield Piece(cells[0] * BLOCK, views[0], owner)
+        return
     at, end, cell = 0, 0, -1
     for whole in views:
         for view in _aligned(whole, scratch):
@@ -160,6 +183,37 @@ class Extents:
             if slab not in self._backed:
                 self._calls.fallocate(self._fd, slab * self.slab_bytes, self.slab_bytes)
                 self._backed.add(slab)
+
+    def discard(self, slab: int, gaps: Iterable[tuple[int, int]]) -> None:
+        """Make (offset, bytes) ranges of a slab read as zeros; where they cannot be punched out they are overwritten.
+
+        Raises OSError. Durable after `settle`; the slab is backed again before the next write to it.
+        """
+        with self._backing:
+            self._backed.discard(slab)
+            for offset, size in gaps:
+                try:
+                    self._calls.punch(self._fd, offset, size)
+                except OSError as error:
+                    if error.errno not in {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}:
+                        raise
+                    self._blank(offset, size)
+
+    def _blank(self, offset: int, size: int) -> None:
+        """Overwrite a range with zeros."""
+        zeros: View = np.frombuffer(mmap.mmap(-1, min(size, IO_BYTES)), np.uint8)
+        for at in range(0, size, IO_BYTES):
+            part = zeros[: min(IO_BYTES, size - at)]
+            self.write(Io(offset + at, [part], part.size, frozenset()))
+
+    def settle(self) -> None:
+        """The file and where its blocks are, on the device; raises OSError."""
+        os.fsync(self._fd)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that the file system has set aside."""
+        return os.fstat(self._fd).st_blocks * 512
 
     def write(self, io: Io) -> None:
         """All bytes of one call to the file; raises OSError."""

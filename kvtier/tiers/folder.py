@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from kvtier.tiers.catalogue import Catalogue
+from kvtier.tiers.catalogue import Catalogue, sync_names
 from kvtier.tiers.cells import BLOCK, CELLS_PER_SLAB_MIN, Cells
 from kvtier.tiers.extentfile import Calls, Extents
 from kvtier.types import Code, KvtierError, bad
@@ -71,13 +71,3 @@ def let_go(lock: int, *, clean: bool) -> None:
     if clean:
         os.ftruncate(lock, 0)
     os.close(lock)
-
-
-def sync_names(*folders: Path) -> None:
-    """Names created in these directories survive a power cut once this returns."""
-    for folder in folders:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

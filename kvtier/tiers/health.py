@@ -9,7 +9,8 @@ from typing import Final
 
 RETRY_S: Final = 2.0
 NAMES: Final = (
-    "bytes_read", "bytes_written", "checksum_failures", "damaged_runs", "io_errors", "runs_written", "set_aside",
+    "bytes_read", "bytes_written", "checksum_failures", "damaged_runs", "io_errors", "packed_bytes_saved",
+    "runs_written", "set_aside",
     "write_errors",
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kvtier.tiers.cells import BLOCK, Cells, Layout, Span
+from kvtier.tiers.layouts import packed_group, packed_layouts
 from kvtier.tiers.records import (
     CacheRecord,
     Change,
@@ -23,7 +24,7 @@ from kvtier.tiers.records import (
     run_number,
     spans_of,
 )
-from kvtier.types import RUN_PAGES, Changed, Code, KvtierError, bad
+from kvtier.types import RUN_PAGES, Changed, Code, KvtierError
 
 PAGE_BITS: Final = 6
 PAGE_MASK: Final = RUN_PAGES - 1
@@ -35,6 +36,7 @@ class Place(NamedTuple):
     cells: Sequence[int]
     cell_bytes: int
     sum: int
+    packed: bool = False
 
 
 class Freed(NamedTuple):
@@ -62,8 +64,9 @@ class Move(NamedTuple):
         for (group, at), cell in zip(self.places, self.new, strict=True):
             parts[group][at] = cell
         out: list[Placed] = []
-        for cells, sums, layout in zip(parts, self.run.sums, self.run.layouts, strict=True):
-            pages = [page for page in range(self.run.pages) if cells[page * layout.parts] >= 0]
+        for at, (cells, layout) in enumerate(zip(parts, self.run.layouts, strict=True)):
+            sums = self.run.sums[at % self.run.groups]
+            pages = [page for page in range(len(cells) // layout.parts) if cells[page * layout.parts] >= 0]
             present = sum(1 << page for page in pages)
             out.append(Placed(present, spans_of(cells, layout), array("Q", [sums[page] for page in pages])))
         return out
@@ -129,6 +132,51 @@ class Ledger:
         place(run, placed)
         self._writing[run.id] = [span for part in placed for span in part.spans]
         return run, placed
+
+    def repack(self, run: Run, sizes: dict[tuple[int, int], int]) -> list[Placed]:
+        """Give packed items, of so many bytes by (page, group), smaller cells; whose there are none keep theirs.
+
+        The cells that they leave were never named by anything and are free at once.
+        """
+        full = run.layouts
+        run.layouts = packed_layouts(full)
+        filed = {item: packed_group(run.layouts, item[1], size) for item, size in sizes.items()}
+        groups: list[dict[int, list[int]]] = [{} for _ in run.layouts]
+        for at, (parts, layout) in enumerate(zip(run.parts, full, strict=True)):
+            for page in range(run.pages):
+                if parts[page * layout.parts] >= 0:
+                    groups[filed.get((page, at), at)][page] = list(
+                        parts[page * layout.parts : (page + 1) * layout.parts]
+                    )
+        for at in range(run.groups, len(groups)):
+            self._shrink(run, at, groups)
+        sums = run.sums
+        placed = [
+            Placed(
+                sum(1 << page for page in own),
+                spans_of([cell for _, cells in sorted(own.items()) for cell in cells], layout),
+                array("Q", [sums[at % run.groups][page] for page in sorted(own)]),
+            )
+            for at, (own, layout) in enumerate(zip(groups, run.layouts, strict=True))
+        ]
+        place(run, placed)
+        self._writing[run.id] = [span for part in placed for span in part.spans]
+        return placed
+
+    def _shrink(self, run: Run, at: int, groups: list[dict[int, list[int]]]) -> None:
+        """Swap the cells of the items filed under a packed group for cells of its size, or file them back."""
+        own, group = groups[at], at % run.groups
+        spans = self.cells.take(run.layouts[at].blocks, len(own)) if own else None
+        if spans is None:
+            groups[group] |= own
+            own.clear()
+            return
+        left = spans_of([cell for cells in own.values() for cell in cells], run.layouts[group])
+        self.cells.retire(left)
+        self.cells.release(left)
+        fresh = (cell for span in spans for cell in span.cell_list())
+        for page in sorted(own):
+            own[page] = [next(fresh)]
 
     def publish(self, run: Run) -> None:
         """The run is durable."""
@@ -241,7 +289,7 @@ class Ledger:
             left.append(old)
             run.parts[group][at] = new
             if not part:
-                run.cells[group][page] = new
+                run.cells[group % run.groups][page] = new
         layout = Layout(move.size, 1, self.cells.slab_blocks)
         return self._retire(spans_of(left, layout)), self._retire(spans_of(late, layout))
 
@@ -251,11 +299,19 @@ class Ledger:
 
     # -- loading ------------------------------------------------------------------------------------------------
 
-    def restore(self, key: bytes, value: bytes, mask: bytes | None) -> Run | None:
-        """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right."""
+    def restore(
+        self, key: bytes, value: bytes, mask: bytes | None, cache: int = 0, parent: bytes = b"", first: bytes = b""
+    ) -> Run | None:
+        """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right.
+
+        With a cache given: None, too, where it is of another one, or below another parent, or begins with another page.
+        """
         self.next_run = max(self.next_run, run_number(key) + 1)
         found = decode_run(key, value, self._layouts)
         if found is None:
+            return None
+        asked = found[0].cache == cache and found[0].parent == parent and found[0].keys.startswith(first)
+        if cache and not asked:
             return None
         run, spans = found
         if mask is not None:
@@ -272,6 +328,25 @@ class Ledger:
         self.of_cache[run.cache].add(run.id)
         return run
 
+    def differs(self, key: bytes, value: bytes, mask: bytes | None) -> str:
+        """How a record differs from the run in memory; '' where it does not. Raises Damaged."""
+        run = self.runs.get(run_number(key))
+        if run is None or run.key != key:
+            return "is of no run"
+        found = decode_run(key, value, {run.cache: run.layouts[: run.groups]})
+        if found is None:
+            return "is of another cache"
+        live = found[0].live if mask is None else decode_number(key, mask)
+        if live != run.live or found[0].sums != run.sums:
+            return "has other pages or sums"
+        spread = [page for page in range(run.pages) if live >> page & 1]
+        same = all(
+            old[page * layout.parts : (page + 1) * layout.parts] == new[page * layout.parts : (page + 1) * layout.parts]
+            for old, new, layout in zip(found[0].parts, run.parts, run.layouts, strict=True)
+            for page in spread
+        )
+        return "" if same else "has other cells"
+
     # -- reading ------------------------------------------------------------------------------------------------
 
     def find(self, handle: int, group: int) -> Place | None:
@@ -279,11 +354,12 @@ class Ledger:
         run, page = self.runs.get(handle >> PAGE_BITS), handle & PAGE_MASK
         if run is None or not run.live >> page & 1:
             return None
-        blocks, parts, _ = run.layouts[group]
-        cells = run.parts[group][page * parts : page * parts + parts]
-        if not cells or cells[0] < 0:
-            return None
-        return Place(cells, blocks * BLOCK, run.sums[group][page])
+        for at in range(group, len(run.layouts), run.groups):
+            blocks, parts, _ = run.layouts[at]
+            cells = run.parts[at][page * parts : page * parts + parts]
+            if cells and cells[0] >= 0:
+                return Place(cells, blocks * BLOCK, run.sums[group][page], packed=at >= run.groups)
+        return None
 
     def check(self) -> list[str]:
         """Every disagreement between runs, cells and counts; empty when all is well."""
@@ -318,10 +394,3 @@ class Ledger:
             yield [] if right else [f"run {number} is not what it is filed as"]
         if sum(map(len, self.of_cache.values())) != len(self.runs):
             yield ["runs by cache and runs differ"]
-
-
-def check_items(items: Sequence[Item], pages: int, groups: int) -> None:
-    """Raise bad_request unless every item is one of these pages' and groups', and the only one."""
-    seen = {(item.group, item.page) for item in items if 0 <= item.page < pages and 0 <= item.group < groups}
-    if not items or len(seen) != len(items):
-        raise bad("items", f"items of {pages} pages and {groups} groups, each at most once", len(items))

@@ -9,7 +9,7 @@ from typing import Final
 from kvtier.tiers.catalogue import Catalogue
 from kvtier.tiers.health import Health
 from kvtier.tiers.ledger import Ledger
-from kvtier.tiers.records import Change, Damaged, Run
+from kvtier.tiers.records import Change, Damaged, Run, run_number
 
 log = logging.getLogger("kvtier.disk")
 
@@ -17,12 +17,20 @@ CHUNK: Final = 128
 """Records read in one transaction."""
 
 
-def load_runs(catalogue: Catalogue, ledger: Ledger, health: Health, strays: list[Change]) -> Iterator[Run]:
-    """Every run, parents before children; `strays` gets the deletions of records that are damaged or of no cache."""
+def load_runs(
+    catalogue: Catalogue, ledger: Ledger, health: Health, strays: list[Change], early: set[int]
+) -> Iterator[Run]:
+    """Every run but the `early` ones, parents first; `strays` gets deletions of records damaged or of no cache."""
     after = b""
     while chunk := catalogue.runs(after, CHUNK):
+        if chunk[0][0] <= after:
+            health.count(damaged_runs=1)
+            log.error("the disk catalogue does not find run %s again: what is behind it is not loaded", after.hex())
+            return
         after = chunk[-1][0]
         for key, value, mask in chunk:
+            if run_number(key) in early:
+                continue
             run = None
             try:
                 run = ledger.restore(key, value, mask)

@@ -16,17 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.identity import TOKEN_BYTES, CacheSpec
+from kvtier.identity import CacheSpec
 from kvtier.tiers.cells import Layout, Span, layout_of
+from kvtier.tiers.keyplanes import pack_keys, unpack_keys
+from kvtier.tiers.layouts import packed_layouts
+from kvtier.types import bad
 
-FORMAT: Final = 1
-"""Version of the catalogue; a higher one on disk is left alone."""
+FORMAT: Final = 2
+"""Version of the catalogue; a higher one on disk is left alone, a lower one is upgraded (tiers/upgrade)."""
 
 VERSION_KEY: Final = b"version"
 
 View = npt.NDArray[np.uint8]
 _CHECK: Final = struct.Struct("<Q")
-_RUN_KEY: Final = struct.Struct(">IQ")
+_RUN_KEY: Final = struct.Struct(">I8sQ")
 _MASK: Final = struct.Struct("<Q")
 
 
@@ -98,10 +101,12 @@ class Run:
         "cells",
         "chains",
         "depth",
+        "groups",
         "id",
         "keys",
         "layouts",
         "live",
+        "name",
         "pages",
         "parent",
         "parts",
@@ -114,10 +119,14 @@ class Run:
         self.cache = cache
         self.parent = b""
         """Chain key of the page before; empty in keyed caches."""
+        self.name = bytes(8)
+        """See name_of."""
         self.depth = 0
         """Page number of the first page; 0 in keyed caches."""
         self.pages = pages
+        self.groups = len(layouts)
         self.layouts = layouts
+        """Per group; with packed items per share of a cell and group (see packing)."""
         self.keys = b""
         """Concatenated page keys; dropped once the index has them."""
         self.chains = b""
@@ -129,14 +138,14 @@ class Run:
         self.cells: tuple[array[int], ...] = ()
         """Per group, the block where each page's item begins; -1 where the page has none."""
         self.parts: tuple[array[int], ...] = ()
-        """Per group, the blocks where each page's cells begin: as many for each page as its layout has parts."""
+        """Per layout, the blocks where each page's cells begin: as many for each page as it has parts; or nothing."""
         self.sums: tuple[array[int], ...] = ()
         """Per group, xxh3-64 of each page's item."""
 
     @property
     def key(self) -> bytes:
-        """Its key in the catalogue: by depth, so that parents load before children."""
-        return _RUN_KEY.pack(self.depth, self.id)
+        """Its key in the catalogue: by depth, so that parents load before children, then by name."""
+        return _RUN_KEY.pack(self.depth, self.name, self.id)
 
     def spans(self, pages: int) -> list[Span]:
         """The cells of the pages in this mask, consecutive ones joined."""
@@ -173,9 +182,19 @@ def spans_of(cells: Iterable[int], layout: Layout) -> list[Span]:
     return out
 
 
+def name_of(parent: bytes, first: bytes) -> bytes:
+    """By what runs are found, beside their depth: a digest of their parent's chain key and their first page key."""
+    return xxhash.xxh3_64_digest(parent + first)
+
+
+def run_prefix(depth: int, name: bytes) -> bytes:
+    """With what the catalogue keys of such runs begin."""
+    return _RUN_KEY.pack(depth, name, 0)[:12]
+
+
 def run_number(key: bytes) -> int:
     """The run's id in its catalogue key; 0 where the key is none."""
-    return int(_RUN_KEY.unpack(key)[1]) if len(key) == _RUN_KEY.size else 0
+    return int(_RUN_KEY.unpack(key)[2]) if len(key) == _RUN_KEY.size else 0
 
 
 class _Group(msgspec.Struct, array_like=True, frozen=True):
@@ -217,29 +236,6 @@ def unseal(key: bytes, value: bytes | memoryview) -> memoryview:
     return body
 
 
-def pack_keys(keys: bytes) -> tuple[int, bytes]:
-    """Page keys as byte planes without the high planes that are all zero: token ids rarely need four bytes."""
-    planes = TOKEN_BYTES
-    if len(keys) % TOKEN_BYTES:
-        return planes, keys
-    while planes > 1 and not keys[planes - 1 :: TOKEN_BYTES].strip(b"\0"):
-        planes -= 1
-    if planes == TOKEN_BYTES:
-        return planes, keys
-    return planes, b"".join(keys[plane::TOKEN_BYTES] for plane in range(planes))
-
-
-def unpack_keys(planes: int, packed: bytes) -> bytes:
-    """The page keys that `pack_keys` was given."""
-    if planes == TOKEN_BYTES:
-        return packed
-    words = len(packed) // planes
-    out = bytearray(words * TOKEN_BYTES)
-    for plane in range(planes):
-        out[plane::TOKEN_BYTES] = packed[plane * words : (plane + 1) * words]
-    return bytes(out)
-
-
 def _expand(spans: Iterable[Span], size: int) -> array[int]:
     """Where each cell begins; Damaged where one is not of this size."""
     cells = array("q")
@@ -250,22 +246,38 @@ def _expand(spans: Iterable[Span], size: int) -> array[int]:
     return cells
 
 
-def place(run: Run, groups: Sequence[Placed]) -> None:
+def place(run: Run, placed: Sequence[Placed]) -> None:
     """Give a run its cells and sums; raises Damaged where they cannot be those of such a run."""
-    cells, parts, sums = [], [], []
-    for (present, spans, have), (blocks, count, _) in zip(groups, run.layouts, strict=True):
+    cells: list[array[int]] = []
+    parts: list[array[int]] = []
+    sums: list[array[int]] = []
+    run.live = 0
+    for at, ((present, spans, have), (blocks, count, _)) in enumerate(zip(placed, run.layouts, strict=True)):
+        run.live |= present
+        if at >= run.groups and not present:
+            parts.append(array("q"))
+            continue
         flat = _expand(spans, blocks)
         pages = present.bit_count()
         if pages * count != len(flat) or pages != len(have) or present >> run.pages:
             raise Damaged
         flat, own = (flat, have) if pages == run.pages else _spread(run.pages, count, present, flat, have)
-        cells.append(flat if count == 1 else flat[::count])
         parts.append(flat)
-        sums.append(own)
+        if at < run.groups:
+            cells.append(flat[:] if count == 1 and len(placed) > run.groups else flat if count == 1 else flat[::count])
+            sums.append(own[:] if len(placed) > run.groups else own)
+        else:
+            _merge(cells[at % run.groups], sums[at % run.groups], flat, own)
     run.cells, run.parts, run.sums = tuple(cells), tuple(parts), tuple(sums)
-    run.live = 0
-    for placed in groups:
-        run.live |= placed.present
+
+
+def _merge(cells: array[int], sums: array[int], flat: array[int], own: array[int]) -> None:
+    """Packed items are items of their group too; raises Damaged where it has them already."""
+    for page, cell in enumerate(flat):
+        if cell >= 0:
+            if cells[page] >= 0:
+                raise Damaged
+            cells[page], sums[page] = cell, own[page]
 
 
 def _spread(pages: int, count: int, present: int, flat: array[int], have: array[int]) -> tuple[array[int], array[int]]:
@@ -292,17 +304,31 @@ def decode_run(
     """A run and all its cells, as written; None where its cache is gone. Raises Damaged."""
     try:
         record = _decode_run(unseal(key, value))
-        depth, number = _RUN_KEY.unpack(key)
+        depth, name, number = _RUN_KEY.unpack(key)
         if record.cache not in caches:
             return None
         run = Run(number, record.cache, record.pages, caches[record.cache])
-        run.parent, run.depth = record.parent, depth
+        if len(record.groups) > run.groups:
+            run.layouts = packed_layouts(run.layouts)
+        run.parent, run.depth, run.name = record.parent, depth, name
         run.keys, run.chains = unpack_keys(record.planes, record.keys), record.chains
         groups = [Placed(g.present, _triples(g.spans), array("Q", g.sums)) for g in record.groups]
         place(run, groups)
     except (msgspec.DecodeError, ValueError, struct.error) as error:
         raise Damaged from error
     return run, [span for group in groups for span in group.spans]
+
+
+def rename_run(body: memoryview, depth: int, number: int) -> tuple[bytes, bytes]:
+    """The key and the value in this format of a run's body that older formats filed elsewhere. Raises Damaged."""
+    try:
+        record = _decode_run(body)
+    except msgspec.DecodeError as error:
+        raise Damaged from error
+    keys = unpack_keys(record.planes, record.keys)
+    name = name_of(record.parent, keys[: len(keys) // record.pages])
+    key = _RUN_KEY.pack(depth, name, number)
+    return key, seal(key, bytes(body))
 
 
 def _triples(flat: tuple[int, ...]) -> list[Span]:
@@ -352,3 +378,10 @@ def decode_cache(key: bytes, value: bytes | memoryview) -> CacheRecord:
         return _decode_cache(unseal(key, value))
     except msgspec.DecodeError as error:
         raise Damaged from error
+
+
+def check_items(items: Sequence[Item], pages: int, groups: int) -> None:
+    """Raise bad_request unless every item is one of these pages' and groups', and the only one."""
+    seen = {(item.group, item.page) for item in items if 0 <= item.page < pages and 0 <= item.group < groups}
+    if not items or len(seen) != len(items):
+        raise bad("items", f"items of {pages} pages and {groups} groups, each at most once", len(items))

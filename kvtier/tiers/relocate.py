@@ -10,6 +10,7 @@ import contextlib
 import mmap
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from time import monotonic
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,8 @@ from kvtier.types import Code
 
 SCAN: Final = 1024
 """Runs looked at before the owner's thread is given back."""
+REST_S: Final = 30.0
+"""A slab that could not be emptied is left alone for so long."""
 
 
 class Copying:
@@ -86,15 +89,23 @@ class Relocator:
         self._scan: Iterator[Run] | None = None
         self._closing = False
         self._waiting: list[Callable[[], None]] = []
+        self._failed: dict[int, float] = {}  # slab that could not be emptied -> until when it is left alone
         self.slabs = 0
         """Slabs worked on so far."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether a slab is being emptied."""
+        return self._slab >= 0
+
     def make_room(self, sizes: Collection[int]) -> None:
         """Begin to empty a slab for cells of these sizes, unless one is being emptied or none is worth it."""
-        if self._slab >= 0 or (slab := self._ledger.cells.sparse(sizes)) < 0:
+        now = monotonic()
+        self._failed = {slab: until for slab, until in self._failed.items() if until > now}
+        if self._closing or self.busy or (slab := self._ledger.cells.sparse(sizes, self._failed)) < 0:
             return
         self._slab = slab
-        self._ledger.cells.park(slab)
+        self._ledger.cells.hold(slab)
         self._scan = iter(list(self._ledger.runs.values()))
         self._step()
 
@@ -136,7 +147,7 @@ class Relocator:
             return False
         value = self._catalogue.run(run.key)
         try:
-            found = decode_run(run.key, value or b"", {run.cache: run.layouts})
+            found = decode_run(run.key, value or b"", {run.cache: run.layouts[: run.groups]})
         except Damaged:
             found = None
         if found is None:
@@ -186,5 +197,7 @@ class Relocator:
             return
         slab, self._slab = self._slab, -1
         self._ledger.cells.offer(slab)
+        if self._ledger.cells.size_in(slab):
+            self._failed[slab] = monotonic() + REST_S
         self.slabs += 1
         self._wake()

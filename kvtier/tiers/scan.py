@@ -95,11 +95,14 @@ def _read(txn: lmdb.Transaction, db: lmdb._Database) -> int:
     """Touch everything in a database; raises lmdb.Error where it is not what it counts, or out of order."""
     bound = txn.stat(db)["entries"]
     count, last = 0, b""
+    there = txn.cursor(db)
     for item, value in txn.cursor(db):
         hash(bytes(value))
         key = bytes(item)
         if count and key <= last:
             raise lmdb.CorruptedError("keys out of order")
+        if not there.set_key(key):  # the way down to it may be damaged where the way along is not
+            raise lmdb.CorruptedError("a key that is not found")
         count, last = count + 1, key
         if count > bound:
             break

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 
+import numpy as np
 import xxhash
 
+from kvtier import codec
 from kvtier.tiers.cells import BLOCK
 from kvtier.tiers.commits import Op, code_of, name_of
 from kvtier.tiers.extentfile import Extents, Io, Piece, Scratch, join, pieces, share
@@ -44,10 +47,10 @@ class Writing:
         self, op: Op, run: Run, items: Sequence[Item], extents: Extents, lanes: Lanes, end: Callable[[Op], None]
     ) -> None:
         self.op = op
+        self.items = items
         self.unbacked = -1
         """A slab that the file system had no room for."""
         self._run = run
-        self._items = items
         self._extents = extents
         self._lanes = lanes
         self._end = end
@@ -58,7 +61,7 @@ class Writing:
         """Plan the calls, share them out, make the first."""
         scratch = Scratch()
         parts: list[Piece] = []
-        for item in self._items:
+        for item in self.items:
             blocks, each, _ = self._run.layouts[item.group]
             cells = self._run.parts[item.group][item.page * each : item.page * each + each]
             parts.extend(pieces(item.views, cells, blocks * BLOCK, 0, scratch))
@@ -112,6 +115,7 @@ class Reading:
         self._extents = extents
         self._results = ["" if place else GONE for place in places]
         self._scratch = [Scratch() for _ in places]
+        self._frames: dict[int, View] = {}  # of packed items
         self._left = [0] * len(places)  # calls that have not ended, per item
         self._open = 0
         self._lock = threading.Lock()
@@ -135,7 +139,10 @@ class Reading:
     def _pieces(self, at: int) -> list[Piece]:
         if not (place := self._places[at]):
             return []
-        return list(pieces(self._views[at], place.cells, place.cell_bytes, at, self._scratch[at]))
+        views = self._views[at]
+        if place.packed:
+            views = [self._frames.setdefault(at, np.frombuffer(mmap.mmap(-1, place.cell_bytes), np.uint8))]
+        return list(pieces(views, place.cells, place.cell_bytes, at, self._scratch[at]))
 
     def _cancel(self, io: Io) -> None:
         self._settle(io, Code.CLOSING.value)
@@ -186,11 +193,24 @@ class Reading:
         if self._results[at] or not place:
             return
         self._scratch[at].spill()
-        state = xxhash.xxh3_64()
-        for view in self._views[at]:
-            state.update(view.data)
-        if state.intdigest() != place.sum:
+        if place.packed:
+            try:
+                codec.unpack(self._frames.pop(at), self._views[at])
+            except codec.Unpackable:
+                self._results[at] = CHECKSUM
+                return
+        if digest(self._views[at]) != place.sum:
             self._results[at] = CHECKSUM
+
+
+def digest(views: Sequence[View]) -> int:
+    """xxh3-64 over the views, one behind the other."""
+    if len(views) == 1:
+        return xxhash.xxh3_64_intdigest(views[0].data)
+    state = xxhash.xxh3_64()
+    for view in views:
+        state.update(view.data)
+    return state.intdigest()
 
 
 class Reads:

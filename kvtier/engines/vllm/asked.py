@@ -1,0 +1,44 @@
+"""What the scheduler's side of the connector remembers of one request."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtier.client import Lease, Path, Reservation
+from kvtier.types import Tier
+
+
+@dataclass
+class Asked:
+    """One request of the engine's, and what is going on for it."""
+
+    request: Any
+    path: Path
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held by the thread that asks the daemon about the path."""
+    keyed: int = 0
+    """Pages whose keys the path has."""
+    lookup: Future[Lease] | None = None
+    lease: Lease | None = None
+    plan: tuple[int, int] = (0, 0)
+    """Pages [first, end) that are being loaded."""
+    reserving: Future[Reservation] | None = None
+    saved: int = 0
+    """Pages before this one are stored, or on their way."""
+    loads: bool = True
+    """False after a load failed: the next answer is that there is nothing."""
+    saves: bool = True
+    """False where its KV must not be stored."""
+    sources: dict[Tier, int] = field(default_factory=dict)
+    """Pages of the match by tier."""
+
+
+def tiers_of(path: Path) -> dict[Tier, int]:
+    """Pages of a match by tier, root first."""
+    out: dict[Tier, int] = {}
+    for segment in path.segments:
+        out[Tier(segment.tier)] = out.get(Tier(segment.tier), 0) + segment.pages
+    return out

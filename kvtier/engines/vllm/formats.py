@@ -1,0 +1,147 @@
+"""Which cache a vLLM engine's KV belongs to: the spec from vLLM's own configuration, and a worker's slice of it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from vllm import __version__ as vllm_version
+
+from kvtier.engines.dynamic import rope_kind
+from kvtier.engines.weights import weights_digest
+from kvtier.identity import CacheSpec, GroupSpec, Slice
+from kvtier.types import Kind, bad
+
+PARALLEL: Final = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
+
+
+def spec_of(vllm_config: Any, kv_cache_config: Any, backends: set[str], layout: str) -> CacheSpec:
+    """The token cache of an engine; raises bad_request naming what about it cannot be shared.
+
+    Items are whole pages of all tensor-parallel ranks, so that engines of other sizes share them.
+    """
+    parallel = vllm_config.parallel_config
+    for name in PARALLEL:
+        if getattr(parallel, name, 1) != 1:
+            raise bad(f"parallel_config.{name}", "1 (not supported yet)", getattr(parallel, name))
+    cache = vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False):
+        raise bad("cache_config.calculate_kv_scales", "false: such KV depends on what ran before it")
+    groups = kv_cache_config.kv_cache_groups
+    sizes = {group.kv_cache_spec.block_size for group in groups}
+    if len(sizes) != 1:
+        raise bad("kv_cache_config", "groups of one block size", sizes)
+    world = ranks_of(vllm_config, kv_cache_config)[1]
+    return CacheSpec(
+        model=model_name(vllm_config),
+        fingerprint=model_fingerprint(vllm_config),
+        kv_dtype=f"{cache.cache_dtype}/{vllm_config.model_config.dtype}".replace("torch.", ""),
+        page_tokens=sizes.pop(),
+        groups=tuple(group_of(number, group, world) for number, group in enumerate(groups)),
+        revision=str(vllm_config.model_config.revision or ""),
+        layout=layout,
+        backend=f"vllm {vllm_version} {'+'.join(sorted(backends))}",
+        extras=True,
+    )
+
+
+def group_of(number: int, group: Any, shards: int) -> GroupSpec:
+    """How kvtier keeps a KV cache group of vLLM's; raises bad_request for kinds that it cannot keep."""
+    spec = group.kv_cache_spec
+    match type(spec).__name__:
+        case "FullAttentionSpec" | "MLAAttentionSpec" if getattr(spec, "model_version", None) is None:
+            kind, window = Kind.FULL, 0
+        case "SlidingWindowSpec":
+            kind, window = Kind.WINDOW, spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
+        case "ChunkedLocalAttentionSpec":
+            kind, window = Kind.WINDOW, spec.attention_chunk_size
+        case name:
+            raise bad(f"kv_cache_groups[{number}]", "full, MLA, sliding-window or chunked attention", name)
+    cell = spec.num_states * spec.state_content_size_bytes
+    return GroupSpec(kind, len(group.layer_names), spec.num_heads * shards, cell, window)
+
+
+def ranks_of(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
+    """(replicas, distinct shards) of the tensor-parallel ranks: neighbours may hold the same heads."""
+    replicas = max(1, kv_cache_config.kv_tp_replicas)
+    return replicas, vllm_config.parallel_config.tensor_parallel_size // replicas
+
+
+def changed(spec: CacheSpec, instance: str) -> CacheSpec:
+    """The cache of an engine whose weights have changed since they were read: its own, as nobody knows them."""
+    return msgspec.structs.replace(spec, revision=f"{spec.revision[:256]} changed in {instance}")
+
+
+def slices_of(spec: CacheSpec, shard: int, shards: int) -> tuple[Slice, ...]:
+    """The heads of each group that one of so many shards holds; none where it holds whole items."""
+    if shards == 1:
+        return ()
+    return tuple(Slice(0, g.layers, shard * g.heads // shards, (shard + 1) * g.heads // shards) for g in spec.groups)
+
+
+def model_name(vllm_config: Any) -> str:
+    """What people know the model by; engines that are to share must agree on it."""
+    return Path(vllm_config.model_config.model).name or "model"
+
+
+def model_fingerprint(vllm_config: Any) -> bytes:
+    """Digest of weights and settings; `fingerprint` in the connector's extra configuration replaces or sharpens it."""
+    said = _said(vllm_config)
+    config, load = vllm_config.model_config, vllm_config.load_config
+    settings = [config.quantization, load.load_format, config.dtype]
+    if str(load.load_format).endswith("dummy"):
+        settings.append(config.seed)
+    if rope_kind(config.hf_config.to_dict()):  # vLLM chooses its factors by the longest sequence
+        settings.append(config.max_model_len)
+    if said not in {"", "sample", "exact"}:
+        return weights_digest_of_name(said, config, settings)
+    return weights_digest(local_model(config), config.hf_config.to_dict(), *settings, exact=said == "exact")
+
+
+def weights_digest_of_name(name: str, config: Any, settings: list[Any]) -> bytes:
+    """Where weights cannot be read (an object store): what the operator says that they are."""
+    raw = msgspec.json.encode([name, config.hf_config.to_json_string(), [str(setting) for setting in settings]])
+    return hashlib.sha256(raw).digest()
+
+
+def local_model(config: Any) -> str:
+    """The folder or file that holds the weights."""
+    if Path(config.model).exists():
+        return str(config.model)
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with vLLM
+
+    try:
+        return str(snapshot_download(config.model, revision=config.revision, local_files_only=True))
+    except Exception as exc:  # whatever the hub's client says
+        raise bad(
+            "model", "weights on this host, or `fingerprint` in kv_connector_extra_config", f"{config.model} ({exc})"
+        ) from exc
+
+
+def _said(vllm_config: Any) -> str:
+    """`fingerprint` of the connector's extra configuration: sample, exact, or the weights' name."""
+    transfer = vllm_config.kv_transfer_config
+    return str((transfer.kv_connector_extra_config or {}).get("fingerprint", "")) if transfer else ""
+
+
+def calling_config() -> Any:
+    """The VllmConfig of the engine that is being built, for plug points that are handed none.
+
+    Raises bad_request where no caller has one.
+    """
+    from vllm.config import VllmConfig, get_current_vllm_config_or_none  # noqa: PLC0415
+
+    frame = sys._getframe()  # noqa: SLF001 - vLLM keeps it in a local variable of Scheduler and EngineCore
+    while frame is not None:
+        for name in ("vllm_config", "self"):
+            found = frame.f_locals.get(name)
+            found = getattr(found, "vllm_config", None) if name == "self" else found
+            if isinstance(found, VllmConfig):
+                return found
+        frame = frame.f_back  # type: ignore[assignment]
+    if (current := get_current_vllm_config_or_none()) is not None:
+        return current
+    raise bad("vllm_config", "an engine that builds this tier")

@@ -1,0 +1,81 @@
+"""What the scheduler's side and the workers' side of the connector tell each other, step by step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+Blocks = tuple[Sequence[int], ...]
+"""Block numbers per group, one for each page; 0, vLLM's null block, where the group keeps none for the page."""
+
+
+@dataclass(frozen=True)
+class Formats(KVConnectorHandshakeMetadata):  # type: ignore[misc] # vLLM is not there when types are checked
+    """From a worker, once: the cache that its KV belongs to."""
+
+    spec: bytes
+    """A CacheSpec in MessagePack; equal in all workers."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Copy pages [first, first + pages) of a shared lease into blocks."""
+
+    request: str
+    lease: int
+    share: bytes
+    first: int
+    blocks: Blocks
+    later: bool
+    """Between steps instead of before this one; vLLM waits for it to be reported."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """Copy blocks into the slots of a shared reservation and commit them."""
+
+    reservation: int
+    share: bytes
+    first: int
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Plan(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler, every step."""
+
+    changed: bool = False
+    """The weights are not those that were read at start."""
+    epoch: int = 0
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    drops: tuple[bytes, ...] = ()
+    """Shared reservations that nobody will write: the daemon keeps their slots until every process has said so."""
+    heard: Mapping[int, int] = field(default_factory=dict)
+    """By rank, how many failed loads the scheduler knew of when it planned this."""
+
+
+@dataclass
+class Done(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """From the workers, when there is something to tell."""
+
+    leases: Counter[int] = field(default_factory=Counter)
+    """How many workers have read what they were to read of a lease."""
+    dropped: set[int] = field(default_factory=set)
+    """Reservations that some worker has given up."""
+    served: set[int] = field(default_factory=set)
+    """Reservations of which every page is served."""
+    failures: dict[int, int] = field(default_factory=dict)
+    """By rank, how many loads that a step computed with have failed so far."""
+
+    def aggregate(self, other: Done) -> Done:
+        """What two workers have told."""
+        dropped, served = self.dropped | other.dropped, self.served | other.served
+        return Done(self.leases + other.leases, dropped, served, self.failures | other.failures)

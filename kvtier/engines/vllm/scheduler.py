@@ -1,0 +1,370 @@
+"""The scheduler's side of KvtierConnector: matches, leases and reservations, none of which a step waits for.
+
+Verbs run in threads. A step waits a few milliseconds in all for what it has asked; what is not there by then is asked
+for again in a later step (a lookup) or given up (a save). While the daemon is away everything is a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from kvtier.client import Cache, Client, Lease, Path, Reservation
+from kvtier.engines.vllm.asked import Asked, tiers_of
+from kvtier.engines.vllm.formats import changed
+from kvtier.engines.vllm.keys import Keys
+from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
+from kvtier.engines.vllm.planes import NULL_BLOCK
+from kvtier.identity import CacheSpec
+from kvtier.types import KvtierError, Tier, bad
+
+STEP_S: Final = 0.003
+"""What one step waits for the daemon, all requests together."""
+THREADS: Final = 8
+LOAD_MS: Final = 5000
+"""A request waits at most so long for pages that come from disk."""
+PENDING_S: Final = 0.25
+"""It waits at most so long for pages that are being committed right now."""
+POLL_S: Final = 0.005
+RESERVE_MS: Final = 500
+"""Giving pages back may wait so long for room to be made; meanwhile steps go on."""
+WRITE_S: Final = 30.0
+"""A reservation that is not served by then never will be."""
+LATER_BYTES: Final = 32 << 20
+"""A load of more is copied between steps, so that requests that run do not wait for it."""
+
+T = TypeVar("T")
+_log = logging.getLogger("kvtier.vllm")
+
+
+class Scheduler:
+    """Decides what is loaded and saved; owns leases and reservations, which workers adopt."""
+
+    def __init__(self, client: Client, world: int) -> None:
+        self._client = client
+        self._world = world
+        self._pool = ThreadPoolExecutor(THREADS, "kvtier")
+        self._back = ThreadPoolExecutor(1, "kvtier-back")  # what frees room does not queue behind what waits for it
+        self._asked: dict[str, Asked] = {}
+        self._loads: list[Load] = []
+        self._leases: dict[int, tuple[Lease, int]] = {}
+        """Leases that workers read, and how many still do."""
+        self._reservations: dict[int, tuple[Reservation, float]] = {}
+        """What workers write, oldest first, and since when."""
+        self._drops: list[bytes] = []
+        self._heard: dict[int, int] = {}
+        self._left_s = STEP_S
+        self._cache: Cache | None = None
+        self._changed = False
+        self.counts: Counter[str] = Counter()
+
+    def agree(self, formats: Sequence[Formats]) -> None:
+        """Open the cache that all workers have opened; raises bad_request where they differ."""
+        specs = {each.spec for each in formats}
+        if len(specs) != 1:
+            raise bad("workers", "KV of one format", len(specs))
+        spec = msgspec.msgpack.decode(specs.pop(), type=CacheSpec)
+        self._keys = Keys(spec)
+        self._size = spec.page_tokens
+        self._item_bytes = sum(group.item_bytes for group in spec.groups)
+        self._one_group = len(spec.groups) == 1
+        self._cache = self._client.open(spec)
+
+    # -- lookups -------------------------------------------------------------------------------------------------
+
+    def begin(self, request: Any) -> None:
+        """A request has come: bring what of it is on disk to host while it waits, and lease nothing yet."""
+        if self._cache is not None and not request.resumable:  # a streaming session may take tokens back
+            asked = Asked(request, Path(self._cache, request.request_id, ""))
+            self._asked[request.request_id] = asked
+            self._pool.submit(self._warm, asked, self._whole_pages(request))
+
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond `computed` that can be loaded, and whether between steps; None: ask again."""
+        asked = self._asked.get(request.request_id)
+        if asked is None or not asked.loads:
+            return 0, False
+        if asked.lease is None:
+            if asked.lookup is None:
+                self._drop_reservation(asked)
+                asked.lookup = self._pool.submit(self._find, asked, self._whole_pages(request))
+            lease = self._result(asked.lookup)
+            if lease is None:
+                if not asked.lookup.done():
+                    return None, False
+                asked.lookup = None
+                return 0, False
+            asked.lease = lease
+        pages = min(asked.lease.pages, self._whole_pages(request))
+        tokens = max(0, pages * self._size - computed)
+        return tokens, bool(tokens) and self._later(tokens)
+
+    def _later(self, tokens: int) -> bool:
+        """Whether a load goes between steps: large ones, and all where only whole requests can be said to fail."""
+        return not self._one_group or tokens // self._size * self._item_bytes > LATER_BYTES
+
+    def _whole_pages(self, request: Any) -> int:
+        """Pages of the tokens that a request has, leaving one token to compute."""
+        return (int(request.num_tokens) - 1) // self._size
+
+    def _warm(self, asked: Asked, pages: int) -> None:
+        """Match, and start loading what is on disk; in a thread."""
+        with asked.lock:
+            self._extend(asked, pages)
+            asked.sources = tiers_of(asked.path)
+            if asked.sources.keys() - {Tier.HOST}:
+                asked.path.prefetch()
+
+    def _find(self, asked: Asked, pages: int) -> Lease:
+        """Match and lease, waiting for what is on disk; in a thread."""
+        with asked.lock:
+            self._extend(asked, pages)
+            path, until = asked.path, time.monotonic() + PENDING_S
+            while path.pages < pages and path.pending and time.monotonic() < until:
+                time.sleep(POLL_S)
+                path.extend()
+            limit = min(path.pages, pages)
+            if sum(asked.sources.values()) != path.pages:
+                asked.sources = tiers_of(path)
+            asked.saved = path.pages
+            return path.acquire(limit, wait_ms=LOAD_MS) if limit else Lease(path.cache, None)
+
+    def _extend(self, asked: Asked, pages: int) -> None:
+        """Match a path of at least so many pages."""
+        keys = self._keys.of(asked.request, asked.keyed, pages) if pages > asked.keyed else b""
+        asked.keyed = max(asked.keyed, pages)
+        asked.path.extend(keys)
+
+    # -- loads ---------------------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, table: Sequence[Sequence[int]], tokens: int) -> None:
+        """Blocks are there for `tokens` more tokens than vLLM had itself: plan their load, or let go."""
+        asked = self._asked.get(request.request_id)
+        if asked is None or (asked.lease is None and asked.lookup is None):
+            return
+        lease, asked.lease, asked.lookup = asked.lease, None, None
+        if lease is None or not tokens:
+            self._release(lease)
+            return
+        pages = min(lease.pages, self._whole_pages(request))
+        first = pages - tokens // self._size
+        blocks = tuple(list(row[first:pages]) for row in table)
+        self._loads.append(Load(request.request_id, lease.number, lease.share(), first, blocks, self._later(tokens)))
+        self._leases[lease.number] = (lease, self._world)
+        asked.plan = (first, pages)
+        self.counts["tokens_hit"] += tokens
+
+    def sources(self, request: Any, tokens: int) -> dict[Tier, int]:
+        """Tokens of the load by the tier that the pages were in."""
+        asked = self._asked.get(request.request_id)
+        if asked is None:
+            return {}
+        (first, end), at, out = asked.plan, 0, Counter[Tier]()
+        for tier, pages in asked.sources.items():
+            out[tier] += max(0, min(end, at + pages) - max(first, at)) * self._size
+            at += pages
+        return dict(out) if sum(out.values()) == tokens else {}
+
+    # -- saves ---------------------------------------------------------------------------------------------------
+
+    def plan(self, output: Any) -> Plan:
+        """What the workers do in this step."""
+        loads, self._loads = tuple(self._loads), []
+        saves = self._saves(output) if self._cache is not None else ()
+        self._left_s = STEP_S
+        epoch = self._cache.epoch if self._cache is not None else 0
+        for number, (held, since) in list(self._reservations.items())[:8]:
+            if time.monotonic() - since > WRITE_S:  # some worker joined too late to be its writer
+                self._reservations.pop(number)
+                self._abort(held)
+        drops, self._drops = tuple(self._drops), []
+        return Plan(self._changed, epoch, loads, saves, drops, dict(self._heard))
+
+    def _saves(self, output: Any) -> tuple[Save, ...]:
+        """Pages that are complete after this step: reserve them all at once, then see which are granted in time."""
+        ends = self._ends(output)
+        for name, end in ends.items():
+            asked = self._asked[name]
+            if asked.reserving is None and end > asked.saved and asked.saves:
+                table = output.kv_connector_block_state.get_block_ids(name)
+                asked.reserving = self._pool.submit(self._reserve, asked, end, table)
+        saves = []
+        for name in ends:
+            asked = self._asked[name]
+            held = None if asked.reserving is None else self._result(asked.reserving)
+            if held is not None:
+                asked.reserving = None
+                save = self._save(asked, held, output.kv_connector_block_state.get_block_ids(name), ends[name])
+                saves += [save] if save else []
+        return tuple(saves)
+
+    def _ends(self, output: Any) -> dict[str, int]:
+        """Pages of each scheduled request whose KV is certain after this step and whose tokens are known now."""
+        cached = output.scheduled_cached_reqs
+        before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        ends = {}
+        for name, scheduled in output.num_scheduled_tokens.items():
+            asked = self._asked.get(name)
+            if asked is not None:
+                drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+                sure = before[name] + scheduled - drafts
+                ends[name] = min(sure, asked.request.num_tokens) // self._size
+        return ends
+
+    def _reserve(self, asked: Asked, end: int, table: Sequence[Sequence[int]]) -> Reservation:
+        """Slots for the pages that are not there yet, up to `end`; in a thread."""
+        with asked.lock:
+            self._extend(asked, end)
+            path = asked.path
+            first = max(path.pages, min(asked.saved, path.pages + path.pending))
+            asked.saved = max(first, end)
+            if first >= end:
+                return Reservation(path.cache, first, None)
+            wants = [
+                (group, [page for page in range(first, end) if row[page] != NULL_BLOCK])
+                for group, row in enumerate(table)
+                if NULL_BLOCK in row[first:end]
+            ]
+            held = path.reserve(first, end - first, wants, wait_ms=RESERVE_MS)
+            asked.saved = (
+                first + held.pages if held.pages else end
+            )  # where nothing was granted, not before the next page
+            return held
+
+    def _save(self, asked: Asked, held: Reservation, table: Sequence[Sequence[int]], end: int) -> Save | None:
+        """What the workers write; None where nothing was granted, or pages of it are not computed (any more).
+
+        Where no worker was there when it was granted, as after a restart of the daemon's, the daemon takes the
+        scheduler for the writer: given up, which also makes the workers join, and asked for again.
+        """
+        if not held.pages:
+            return None
+        if held.writes or held.start + held.pages > end:
+            asked.saved = held.start
+            self._abort(held)
+            return None
+        self._reservations[held.number] = (held, time.monotonic())
+        blocks = tuple(list(row[held.start : held.start + held.pages]) for row in table)
+        self.counts["pages_reserved"] += held.pages
+        return Save(held.number, held.share(), held.start, blocks)
+
+    # -- what comes back -----------------------------------------------------------------------------------------
+
+    def heard(self, done: Done) -> None:
+        """Workers have read leases, or given up reservations."""
+        for number, times in done.leases.items():
+            lease, left = self._leases.pop(number, (None, 0))
+            if lease is not None and left > times:
+                self._leases[number] = (lease, left - times)
+            else:
+                self._release(lease)
+        for number in done.served:
+            self._reservations.pop(number, None)
+        for number in done.dropped:
+            self._abort(self._reservations.pop(number, (None, 0))[0])
+        self._heard |= done.failures
+
+    def failed(self, names: set[str]) -> None:
+        """Loads between steps failed: these requests are computed."""
+        for name in names:
+            if name in self._asked:
+                self._asked[name].loads = False
+
+    def finished(self, name: str) -> None:
+        """A request is over, however it ended."""
+        asked = self._asked.pop(name, None)
+        if asked is not None:
+            self._drop_reservation(asked)
+            self._release(asked.lease)
+            if asked.lookup is not None and asked.lease is None:
+                asked.lookup.add_done_callback(self._release_found)
+            self._back.submit(self._forget, asked)
+
+    def reset(self) -> None:
+        """The weights have changed, to what nobody can say: this engine's KV is its own from now on.
+
+        Others keep what they share; KV that this engine has made with its old weights is neither served to it nor
+        stored any more.
+        """
+        for asked in self._asked.values():
+            asked.saves = asked.loads = False
+            self._drop_reservation(asked)
+            self._release(asked.lease)
+            asked.lease = None
+            if asked.lookup is not None:
+                asked.lookup.add_done_callback(self._release_found)
+                asked.lookup = None
+        if self._cache is None:
+            return
+        if self._changed:
+            self._cache.reset()
+        else:
+            self._changed = True
+            self._cache = self._client.open(changed(self._cache.spec, self._client.identity.instance))
+
+    def take_counts(self) -> dict[str, int]:
+        """Counters since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for pool in (self._pool, self._back):
+            pool.shutdown(cancel_futures=True)
+        self._client.close()
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _result(self, future: Future[T]) -> T | None:
+        """What a thread gives, waiting for what is left of this step's few milliseconds; None: not yet, or failed."""
+        began = time.monotonic()
+        try:
+            return future.result(self._left_s)
+        except TimeoutError:
+            return None
+        except KvtierError as exc:
+            _log.warning("kvtier refused: %s", exc)
+            return None
+        finally:
+            self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
+
+    @staticmethod
+    def _forget(asked: Asked) -> None:
+        with asked.lock:
+            asked.path.close()
+
+    def _drop_reservation(self, asked: Asked) -> None:
+        """Give up what was reserved for a request and not handed to the workers."""
+        if asked.reserving is not None:
+            asked.reserving.add_done_callback(self._abort_found)
+            asked.reserving = None
+
+    def _release(self, lease: Lease | None) -> None:
+        self._give_back(None if lease is None or not lease.number else lease.release)
+
+    def _abort(self, held: Reservation | None) -> None:
+        """Give up a reservation here, and in the workers with the next step."""
+        if held is not None and held.number:
+            self._drops.append(held.share())
+            self._give_back(held.abort)
+
+    def _give_back(self, verb: Callable[[], None] | None) -> None:
+        """Let go in a thread."""
+        if verb is not None:
+            self._back.submit(verb)
+
+    @staticmethod
+    def _release_found(future: Future[Lease]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            future.result().release()
+
+    def _abort_found(self, future: Future[Reservation]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._abort(future.result())

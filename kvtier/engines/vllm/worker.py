@@ -1,0 +1,230 @@
+"""The workers' side of KvtierConnector: copies between vLLM's paged KV and the daemon's memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import msgspec
+
+from kvtier.client import Cache, Client, Lease, Reservation
+from kvtier.engines.vllm.formats import changed, ranks_of, slices_of, spec_of
+from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save
+from kvtier.engines.vllm.planes import NULL_BLOCK, Plane
+from kvtier.types import KvtierError
+
+COPY_S: Final = 0.004
+"""Loads between steps copy so long in each step, so that requests that run wait no longer."""
+
+_log = logging.getLogger("kvtier.vllm")
+
+
+class Worker:
+    """One tensor-parallel rank: loads what the scheduler has leased, saves into what it has reserved."""
+
+    def __init__(self, client: Client, vllm_config: Any, kv_cache_config: Any) -> None:
+        self._client = client
+        self._configs = (vllm_config, kv_cache_config)
+        self._pool = ThreadPoolExecutor(2, "kvtier")
+        self._commits: deque[Future[None]] = deque()
+        self._pending: deque[Load] = deque()
+        self._done = Done()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._failures = 0
+        self._changed = False
+        self.counts: Counter[str] = Counter()
+
+    def register(self, tensors: dict[str, Any]) -> None:
+        """Learn where the KV lies, and open the cache that it belongs to."""
+        vllm_config, kv_cache_config = self._configs
+        replicas, shards = ranks_of(vllm_config, kv_cache_config)
+        rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
+        layers = vllm_config.compilation_config.static_forward_context
+        names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+        backends = {layers[name].get_attn_backend().get_name() for name in names if name in layers}
+        self.spec = spec_of(vllm_config, kv_cache_config, backends, str(kv_cache_config.kv_cache_layout))
+        self._slices = slices_of(self.spec, rank // replicas, shards)
+        self._open = (rank, vllm_config.parallel_config.tensor_parallel_size)
+        self._planes = [
+            Plane([tensors[name] for name in group.layer_names], kv_cache_config.num_blocks, spec, part)
+            for group, spec, part in zip(
+                kv_cache_config.kv_cache_groups, self.spec.groups, self._slices or [None] * len(names), strict=False
+            )
+        ]
+        self._cache = self._opened(0)
+
+    def formats(self) -> Formats:
+        """For the scheduler's side: the cache."""
+        return Formats(msgspec.msgpack.encode(self.spec))
+
+    def _opened(self, epoch: int) -> Cache:
+        rank, world = self._open
+        spec = changed(self.spec, self._client.identity.instance) if self._changed else self.spec
+        return self._client.open(spec, rank=rank, world=world, slices=self._slices, epoch=epoch)
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def load(self, plan: Plan) -> None:
+        """Load what this step computes with; queue what may come between steps."""
+        if plan.changed > self._changed or plan.epoch > self._cache.epoch:
+            self._changed = plan.changed
+            self._cache = self._opened(plan.epoch)
+        for load in plan.loads:
+            if load.later:
+                self._pending.append(load)
+            elif not self._load(load):
+                self._bad_blocks |= {block for row in load.blocks for block in row if block != NULL_BLOCK}
+                self._failures += 1
+                self._done.failures[self._open[0]] = self._failures
+
+    def save(self, plan: Plan) -> None:
+        """Copy this step's pages out and commit them.
+
+        Nothing that was planned before the scheduler knew of a failed load: such a step has computed with KV that is
+        not there.
+        """
+        sound = plan.heard.get(self._open[0], 0) == self._failures
+        for share in plan.drops:
+            self._drop(self._adopt(share))
+        for save in plan.saves:
+            held = self._adopt(save.share)
+            if isinstance(held, Reservation) and not held.writes:
+                continue  # a replica of this rank writes it
+            if sound and isinstance(held, Reservation) and self._saved(save, held):
+                self._submit(lambda held=held: self._commit(held))
+                continue
+            self.counts["saves_dropped"] += 1
+            self._done.dropped.add(save.reservation)
+            self._drop(held)
+
+    def between(self) -> None:
+        """Go on with loads that no step waits for, for a few milliseconds."""
+        until = time.monotonic() + COPY_S
+        while self._pending and time.monotonic() < until:
+            load = self._pending.popleft()
+            self._received.add(load.request)
+            if not self._load(load):
+                self._failed.add(load.request)
+
+    def fence(self) -> None:
+        """Nothing reads or writes vLLM's blocks any more but what a coming step says: copies end in their step."""
+
+    # -- what is told --------------------------------------------------------------------------------------------
+
+    def take_received(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads between steps are over, and those of them that failed."""
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
+        return received, failed
+
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks that were to be loaded in this step and were not."""
+        found, self._bad_blocks = self._bad_blocks, set()
+        return found
+
+    def take_done(self) -> Done | None:
+        """What the scheduler's side waits for."""
+        done, self._done = self._done, Done()
+        return done if done.leases or done.dropped or done.served or done.failures else None
+
+    def take_counts(self) -> dict[str, int]:
+        """Counters since the last call."""
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
+
+    def close(self) -> None:
+        """End what runs, and let go."""
+        self._pool.shutdown()
+        self._client.close()
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def _load(self, load: Load) -> bool:
+        """Whether every page of a lease is in its blocks."""
+        lease = self._adopt(load.share)
+        good = isinstance(lease, Lease) and all(
+            self._load_group(lease, group, load.first, row) for group, row in enumerate(load.blocks)
+        )
+        self._done.leases[load.lease] += 1
+        self.counts["loads"] += 1
+        self.counts["loads_failed"] += not good
+        return good
+
+    def _adopt(self, share: bytes) -> Lease | Reservation | None:
+        """What the scheduler's side holds; None where it is of another epoch by now."""
+        try:
+            return self._cache.adopt(share)
+        except KvtierError as exc:
+            _log.warning("nothing is read or written: %s", exc)
+            return None
+
+    def _load_group(self, lease: Lease, group: int, first: int, row: Sequence[int]) -> bool:
+        """Whether the pages that a group keeps blocks for are all there and right."""
+        plane = self._planes[group]
+        for begin, end in stretches(row):
+            at = begin
+            for pages in lease.views(group, first + begin, end - begin):
+                pages.flags.writeable = True  # torch takes no other; it is only read
+                for page in pages:
+                    plane.load(row[at], page)
+                    at += 1
+            if at < end:
+                return False
+            self.counts["pages_loaded"] += end - begin
+        return not lease.lost
+
+    def _saved(self, save: Save, held: Reservation) -> bool:
+        """Whether this process's part of every page is in its slots."""
+        for group, row in enumerate(save.blocks):
+            for at, block in enumerate(row):
+                page = held.view(group, save.first + at)
+                if page is None:
+                    continue
+                if block == NULL_BLOCK:
+                    return False
+                self._planes[group].save(block, page)
+                self.counts["pages_saved"] += 1
+        return not held.lost
+
+    def _drop(self, held: Lease | Reservation | None) -> None:
+        """Say that this process will not write into a reservation."""
+        if isinstance(held, Reservation):
+            self._submit(held.abort)
+
+    def _commit(self, held: Reservation) -> None:
+        """Say that it is written; in a thread of its own, as the daemon sums it before it answers."""
+        try:
+            if held.commit() >= held.pages:
+                self._done.served.add(held.number)
+        except KvtierError as exc:
+            _log.warning("a commit was refused: %s", exc)
+
+    def _submit(self, work: Any) -> None:
+        """Run in a thread what waits for the daemon."""
+        while self._commits and self._commits[0].done():
+            self._commits.popleft()
+        self._commits.append(self._pool.submit(work))
+
+
+def stretches(row: Sequence[int]) -> list[tuple[int, int]]:
+    """[begin, end) of blocks that are there."""
+    out: list[tuple[int, int]] = []
+    for at, block in enumerate(row):
+        if block == NULL_BLOCK:
+            continue
+        if out and out[-1][1] == at:
+            out[-1] = (out[-1][0], at + 1)
+        else:
+            out.append((at, at + 1))
+    return out
+
+
+def blocks_of(table: Sequence[Sequence[int]], first: int, end: int) -> Blocks:
+    """The blocks of pages [first, end) in every group."""
+    return tuple(row[first:end] for row in table)

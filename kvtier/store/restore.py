@@ -1,0 +1,177 @@
+"""The catalogue back into the indexes after a start, in slices, while engines are served.
+
+What an engine asks for meanwhile is looked up at once: the runs along its path, by depth and parent, parents first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from kvtier.identity import CHAIN_BYTES, base_id
+from kvtier.index import Node
+from kvtier.store.cache import Cache
+from kvtier.store.graft import Late, Places, graft, graft_late
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.ledger import PAGE_BITS
+from kvtier.tiers.records import Run, name_of
+
+if TYPE_CHECKING:
+    from kvtier.store.parts import Parts
+
+SLICE_S: Final = 4e-4
+"""Engines that ask while the catalogue loads wait for no more than one slice of it."""
+MOST_SOUGHT: Final = 1 << 20
+
+
+class Restore:
+    """Belongs to one start of the store."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._places: dict[int, Places] = {}
+        self._late: list[Late] = []
+        """Parts of runs that hang below what other runs bring."""
+        self._sought: set[tuple[int, bytes]] = set()
+        """What was looked up: the tier's number of the cache, and the name."""
+
+    async def run(self) -> None:
+        """Index everything; ends when all is loaded."""
+        disk = self.parts.disk
+        if disk is None:
+            return
+        owners = self._caches(disk)
+        self.parts.warmth.load()
+        until = time.perf_counter() + SLICE_S
+        for run in disk.load():
+            owner = owners.get(run.cache)
+            if owner is None or owner.disk is None:
+                self._refuse(run, list(range(run.pages)))
+            else:
+                self._graft(owner, run)
+            if time.perf_counter() > until:
+                await asyncio.sleep(0)
+                until = time.perf_counter() + SLICE_S
+        self._graft_late()
+        self._places.clear()
+        self._sought.clear()
+        self.parts.warmth.forget()
+        self.parts.loading = False
+        self.parts.persist.pump()
+        for cache in owners.values():
+            if cache.disk is not None and not cache.index.nodes:
+                disk.drop_cache(cache.disk)
+                cache.disk = None
+        self.parts.prune()
+
+    def _caches(self, disk: DiskTier) -> dict[int, Cache]:
+        """The caches on disk by the tier's numbers; those of old epochs are dropped."""
+        owners = {}
+        for number, record in disk.caches().items():
+            if record.epoch < self.parts.epoch(base_id(record.spec, record.scope)):
+                disk.drop_cache(number)
+                continue
+            cache = self.parts.cache(record.spec, record.scope, record.epoch)
+            cache.disk = number
+            self._places[number] = {cache.id[:CHAIN_BYTES]: cache.index.root}
+            owners[number] = cache
+        return owners
+
+    def _graft(self, cache: Cache, run: Run) -> None:
+        refused, rest = graft(cache, run, self._places[run.cache])
+        self.parts.warmth.apply(cache, run, self._places[run.cache])
+        self._refuse(run, refused)
+        if rest is not None:
+            self._late.append(rest)
+
+    def _graft_late(self) -> None:
+        late = self._late
+        while late:
+            late.sort(key=lambda part: part.run.depth + part.first, reverse=True)
+            part = late.pop()
+            refused, rest = graft_late(part, self._places[part.run.cache])
+            self._refuse(part.run, refused)
+            if rest is not None:
+                late.append(rest)
+
+    def _refuse(self, run: Run, pages: list[int]) -> None:
+        """Free pages of a run that the index has no place for."""
+        if pages:
+            assert self.parts.disk is not None
+            self.parts.disk.free([run.id << PAGE_BITS | at for at in pages])
+            self.parts.counts["orphan_pages"] += len(pages)
+
+    # -- looking up while it loads -------------------------------------------------------------------------------
+
+    async def path(self, cache: Cache, keys: bytes) -> None:
+        """Index what disk has along a path of a token cache. Returns soon where nothing is to be had."""
+        index, stride = cache.radix, cache.index.stride
+        at, progress = 0, True
+        until = time.perf_counter() + SLICE_S
+        while progress and (places := self._loading(cache)) is not None:
+            progress = False
+            chains = self._chains(cache, *index.deepest(keys))
+            end = len(chains) // CHAIN_BYTES - 1
+            for page in _places_along(places, chains, at, end) if index.groups > 1 else _last_place(places, chains):
+                parent = chains[page * CHAIN_BYTES : (page + 1) * CHAIN_BYTES]
+                first = keys[page * stride : (page + 1) * stride]
+                progress |= bool(first) and self._seek(cache, page, parent, first)
+                if time.perf_counter() > until:
+                    await asyncio.sleep(0)
+                    until = time.perf_counter() + SLICE_S
+            at = end
+
+    async def keys(self, cache: Cache, keys: list[bytes]) -> None:
+        """Index what disk has of these keys of a keyed cache."""
+        until = time.perf_counter() + SLICE_S
+        for key in keys:
+            if self._loading(cache) is None:
+                return
+            self._seek(cache, 0, b"", key)
+            if time.perf_counter() > until:
+                await asyncio.sleep(0)
+                until = time.perf_counter() + SLICE_S
+
+    def _loading(self, cache: Cache) -> Places | None:
+        """Where a cache's runs are put; None where nothing is loading (any more)."""
+        if not self.parts.loading or cache.disk is None or cache.retired:
+            return None
+        return self._places.get(cache.disk)
+
+    @staticmethod
+    def _chains(cache: Cache, node: Node, end: int) -> bytes:
+        """Chain keys of the root and of the first `end` pages of the path to `node`."""
+        index = cache.index
+        parts = [cache.id[:CHAIN_BYTES], *(index.chain_of(each) for each in index.path(node))]
+        return b"".join(parts)[: (end + 1) * CHAIN_BYTES]
+
+    def _seek(self, cache: Cache, depth: int, parent: bytes, first: bytes) -> bool:
+        """Index the runs that begin with this page, unless that was done; whether there were any."""
+        disk, name = self.parts.disk, name_of(parent, first)
+        if (cache.disk, name) in self._sought or disk is None or cache.disk is None:
+            return False
+        if len(self._sought) < MOST_SOUGHT:
+            self._sought.add((cache.disk, name))  # nothing is written to disk meanwhile: no more will be there
+        found = disk.seek(cache.disk, depth, parent, first)
+        for run in found:
+            self._graft(cache, run)
+            run.keys = run.chains = b""
+        self.parts.counts["runs_looked_up"] += len(found)
+        return bool(found)
+
+
+def _places_along(places: Places, chains: bytes, first: int, end: int) -> Iterator[int]:
+    """Boundaries from `first` to `end` after a page that disk is known to have."""
+    for page in range(first, end + 1):
+        if chains[page * CHAIN_BYTES : (page + 1) * CHAIN_BYTES] in places:
+            yield page
+
+
+def _last_place(places: Places, chains: bytes) -> list[int]:
+    """The last of them: where all items of a page are in one run, none begins between those that are known."""
+    for page in range(len(chains) // CHAIN_BYTES - 1, -1, -1):
+        if chains[page * CHAIN_BYTES : (page + 1) * CHAIN_BYTES] in places:
+            return [page]
+    return []

@@ -1,0 +1,179 @@
+"""How warm what is on disk was: written now and then beside the catalogue, so that a restart does not forget it.
+
+A row per node: the handle of its last page on disk, seconds since its last use, and its scores. The file is a hint:
+one that is damaged, or rows of pages that are gone, are passed over, and losing it costs nothing but order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvtier.heat import SCORES, Heat
+from kvtier.index import Node
+from kvtier.mover import Urgency
+from kvtier.store.cache import Cache
+from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK
+from kvtier.tiers.records import Run
+from kvtier.types import NO_COPY, KvtierError, Tier
+
+if TYPE_CHECKING:
+    from kvtier.store.parts import Parts
+
+log = logging.getLogger("kvtier.warmth")
+
+MAGIC: Final = b"KVHEAT1\n"
+HEAD: Final = struct.Struct("<8sdQ")
+ROW: Final = np.dtype([("handle", "<u8"), ("idle", "<f4"), ("scores", "<f4", (SCORES,))])
+MOST: Final = 1 << 18
+"""Rows kept: those used last."""
+REST_S: Final = 30.0
+SHARE: Final = 100
+"""The walk takes at most a hundredth of the loop's time."""
+SLICE: Final = 64
+"""Nodes looked at before other work on the loop has its turn."""
+
+
+class Warmth:
+    """Saves and restores; belongs to the loop thread."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._rows: NDArray[np.void] = np.empty(0, ROW)
+        self._of_run: dict[int, list[int]] = {}
+        self._away_s = 0.0
+        """Seconds since the rows were written."""
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None without a disk tier."""
+        return None if self.parts.disk is None else self.parts.disk.path / "heat"
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Save for ever."""
+        while True:
+            await asyncio.sleep(REST_S)
+            await asyncio.sleep(SHARE * await self.save())
+
+    async def save(self) -> float:
+        """Write the file; seconds of the loop that it took. A failure is logged and tried again next time."""
+        path = self.path
+        if path is None or self.parts.loading:
+            return 0.0
+        rows, spent = await self._collect()
+        try:
+            await self.parts.mover.run(_write, path, rows, urgency=Urgency.BACKGROUND)
+        except (OSError, KvtierError) as error:
+            log.warning("the heat of what is on disk is not saved: %s", error)
+        return spent
+
+    async def _collect(self) -> tuple[NDArray[np.void], float]:
+        """A row of every node that has copies on disk."""
+        found: list[tuple[int, float, list[float]]] = []
+        spent, begin, seen = 0.0, time.perf_counter(), 0
+        now = self.parts.now()
+        for cache in list(self.parts.caches.values()):
+            for node in cache.index.walk():
+                if (handle := _last(cache, node)) != NO_COPY:
+                    found.append((handle, now - node.time, Heat.aged(node, now)))
+                seen += 1
+                if seen % SLICE == 0:
+                    spent += time.perf_counter() - begin
+                    await asyncio.sleep(0)
+                    begin = time.perf_counter()
+        rows = np.array(found, ROW)
+        if rows.size > MOST:
+            rows = rows[np.argpartition(rows["idle"], MOST)[:MOST]]
+        return rows, spent + time.perf_counter() - begin
+
+    # -- restoring -----------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Read the file, if there is one that is right."""
+        path = self.path
+        if path is None:
+            return
+        try:
+            raw = path.read_bytes()
+        except OSError:
+            return
+        rows = _parse(raw)
+        if rows is None:
+            self.parts.counts["heat_damaged"] += 1
+            log.warning("%s is damaged: what is on disk begins cold", path)
+            return
+        self._away_s = max(0.0, time.time() - HEAD.unpack_from(raw)[1])
+        self._rows = rows
+        for number, handle in enumerate(rows["handle"].tolist()):
+            self._of_run.setdefault(handle >> PAGE_BITS, []).append(number)
+
+    def apply(self, cache: Cache, run: Run, chain_places: dict[bytes, Node]) -> None:
+        """Warm the nodes that a run was just put into."""
+        for number in self._of_run.pop(run.id, ()):
+            row = self._rows[number]
+            page = int(row["handle"]) & PAGE_MASK
+            node = _keyed(cache, run) if cache.spec.keyed else chain_places.get(run.chains[page * 16 : page * 16 + 16])
+            if node is None or node.dead:
+                continue
+            node, _ = cache.index.locate(node, 0 if cache.spec.keyed else run.depth + page)
+            then = self.parts.now() - self._away_s
+            used = then - float(row["idle"])
+            node.time = max(node.time, used) if node.time else used
+            if node.heat is None:
+                node.heat = Heat.renewed(row["scores"].tolist(), then)
+            self.parts.counts["heat_restored"] += 1
+
+    def forget(self) -> None:
+        """Everything is indexed."""
+        self._rows = np.empty(0, ROW)
+        self._of_run.clear()
+
+
+def _last(cache: Cache, node: Node) -> int:
+    """The handle of a node's last page on disk; NO_COPY where it has none."""
+    if not node.count[Tier.DISK]:
+        return NO_COPY
+    for group in range(cache.index.groups):
+        for handle in reversed(node.at[Tier.DISK * cache.index.groups + group] or ()):
+            if handle != NO_COPY:
+                return int(handle)
+    return NO_COPY
+
+
+def _keyed(cache: Cache, run: Run) -> Node | None:
+    """The node of a key's run."""
+    group = next((g for g, cells in enumerate(run.cells) if cells[0] != NO_COPY), None)
+    return None if group is None else cache.keyed.find(cache.keyed.name(group, run.keys))
+
+
+def _write(path: Path, rows: NDArray[np.void]) -> None:
+    """Replace the file; raises OSError."""
+    body = HEAD.pack(MAGIC, time.time(), rows.size) + rows.tobytes()
+    part = path.with_name("heat.part")
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:  # noqa: PTH123 - a descriptor
+        file.write(body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)))
+        file.flush()
+        os.fdatasync(fd)
+    part.replace(path)
+
+
+def _parse(raw: bytes) -> NDArray[np.void] | None:
+    """The rows of a file; None where it is not one, or damaged."""
+    if len(raw) < HEAD.size + 8 or xxhash.xxh3_64_intdigest(raw[:-8]) != struct.unpack("<Q", raw[-8:])[0]:
+        return None
+    magic, _, count = HEAD.unpack_from(raw)
+    if magic != MAGIC or len(raw) != HEAD.size + count * ROW.itemsize + 8:
+        return None
+    return np.frombuffer(raw, ROW, count, HEAD.size)

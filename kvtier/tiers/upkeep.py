@@ -1,0 +1,182 @@
+"""What operators do to a disk tier: look how full and scattered it is, gather free cells, discard freed bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from kvtier.tiers.catalogue import Catalogue
+from kvtier.tiers.cells import BLOCK
+from kvtier.tiers.commits import code_of
+from kvtier.tiers.extentfile import Extents
+from kvtier.tiers.lanes import Lanes
+from kvtier.tiers.ledger import Ledger
+from kvtier.tiers.records import Damaged
+from kvtier.tiers.relocate import Relocator
+from kvtier.types import Code
+
+AT_ONCE: Final = 16
+"""Slabs whose free bytes one job discards; nothing is stored in them meanwhile."""
+LOOK: Final = 128
+"""Records compared in one transaction."""
+
+Done = Callable[[str], None]
+Submit = Callable[[Done, bool], None]
+"""Queue a flush: `done` gets an error code or an empty string; with True the catalogue is written anew as well."""
+
+
+class _Job:
+    """One call in a lane; `ended` is posted to the owner with an error code."""
+
+    def __init__(self, call: Callable[[], None], post: Callable[..., Any], ended: Done) -> None:
+        self._call = call
+        self._post = post
+        self._ended = ended
+
+    def run(self) -> None:
+        """Make the call."""
+        error = ""
+        try:
+            self._call()
+        except OSError as caught:
+            error = code_of(caught)
+        self._tell(error)
+
+    def drop(self) -> None:
+        """The tier closes."""
+        self._tell(Code.CLOSING.value)
+
+    def _tell(self, error: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._post(self._ended, error)
+
+
+class Upkeep:
+    """Belongs to the tier's owner; what takes long runs in lanes and in the thread that commits."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        catalogue: Catalogue,
+        extents: Extents,
+        lanes: Lanes,
+        relocator: Relocator,
+        submit: Submit,
+        post: Callable[..., Any],
+    ) -> None:
+        self._ledger = ledger
+        self._catalogue = catalogue
+        self._extents = extents
+        self._lanes = lanes
+        self._relocator = relocator
+        self._submit = submit
+        self._post = post
+
+    def usage(self) -> dict[str, Any]:
+        """Sizes in bytes, one row per size of cells, and which share of what is free lies in slabs in use."""
+        cells = self._ledger.cells
+        classes = cells.classes()
+        scattered = sum(row["free"] * row["cell_bytes"] for row in classes)
+        free = (cells.total - cells.used - cells.pending) * BLOCK
+        return {
+            "slab_bytes": cells.slab_blocks * BLOCK,
+            "slabs": cells.slabs,
+            "slabs_in_use": sum(row["slabs"] for row in classes),
+            "scattered_bytes": scattered,
+            "fragmentation": round(scattered / free, 4) if free else 0.0,
+            "file_bytes": self._extents.file_bytes,
+            "catalogue_bytes": self._catalogue.used_bytes,
+            "catalogue_free_bytes": self._catalogue.free_bytes,
+            "classes": classes,
+        }
+
+    def held(self, run_id: int) -> tuple[int, int]:
+        """Pages and bytes that a run holds; nothing for one that is not stored."""
+        run = self._ledger.runs.get(run_id)
+        if run is None:
+            return 0, 0
+        return run.live.bit_count(), sum(span.total for span in run.spans(run.live)) * BLOCK
+
+    def runs_of(self, cache: int) -> list[int]:
+        """The runs of a cache, by the tier's number of it."""
+        return list(self._ledger.of_cache.get(cache, ()))
+
+    def sum_of(self, handle: int, group: int) -> int | None:
+        """The checksum under which a page's item is stored; None where it is not."""
+        place = self._ledger.find(handle, group)
+        return None if place is None else place.sum
+
+    # -- comparing -----------------------------------------------------------------------------------------------
+
+    def compare(self, after: bytes) -> tuple[bytes, int, list[str]]:
+        """Compare the next records with memory: where to go on (b"" at the end), how many, what is wrong.
+
+        What is being written, freed or moved at the moment may look wrong: ask again after a flush.
+        """
+        chunk = self._catalogue.runs(after, LOOK)
+        wrong = []
+        for key, value, mask in chunk:
+            try:
+                problem = self._ledger.differs(key, value, mask)
+            except Damaged:
+                problem = "is damaged"
+            if problem:
+                wrong.append(f"run record {key.hex()} {problem}")
+        return (chunk[-1][0] if len(chunk) == LOOK else b""), len(chunk), wrong
+
+    # -- gathering -----------------------------------------------------------------------------------------------
+
+    def compact(self, done: Done) -> None:
+        """Empty sparse slabs until none is left, then write the catalogue anew; `done` gets '' or an error code."""
+        self._relocator.make_room(())
+        if self._relocator.busy:
+            self._relocator.after(partial(self._post, self.compact, done))
+        else:
+            self._submit(done, True)
+
+    # -- discarding ----------------------------------------------------------------------------------------------
+
+    def discard(self, done: Callable[[str, int], None]) -> None:
+        """Make every byte read as zeros that is free once what was asked before is durable, then renew the catalogue.
+
+        The catalogue's free pages, in which old records linger, go with its file. `done` gets an error code or '', and
+        the bytes discarded. Slabs that the file system had no room for are passed over.
+        """
+        self._relocator.after(lambda: self._submit(partial(self._next, 0, 0, done), False))
+
+    def _next(self, slab: int, gone: int, done: Callable[[str, int], None], error: str) -> None:
+        """Discard in the next few slabs from this one on."""
+        cells = self._ledger.cells
+        if error:
+            done(error, gone)
+            return
+        if slab >= cells.slabs:
+            self._job(self._extents.settle, lambda fault: self._renew(fault, gone, done))
+            return
+        end = min(slab + AT_ONCE, cells.slabs)
+        held = [each for each in range(slab, end) if cells.hold(each)]
+        gaps = {each: [(at * BLOCK, size * BLOCK) for at, size in cells.gaps(each)] for each in held}
+        size = sum(length for found in gaps.values() for _, length in found)
+
+        def ended(fault: str) -> None:
+            for each in held:
+                cells.offer(each)
+            self._next(end, gone + size, done, fault)
+
+        def discard() -> None:
+            for each, found in gaps.items():
+                if found:
+                    self._extents.discard(each, found)
+
+        self._job(discard, ended)
+
+    def _renew(self, error: str, gone: int, done: Callable[[str, int], None]) -> None:
+        if error:
+            done(error, gone)
+        else:
+            self._submit(lambda fault: done(fault, gone), True)
+
+    def _job(self, call: Callable[[], Any], ended: Done) -> None:
+        self._lanes.submit(_Job(call, self._post, ended), urgent=False)

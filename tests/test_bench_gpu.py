@@ -1,0 +1,51 @@
+"""bench/gpu.py is one command everywhere: it says what it would do without a GPU, and its own code runs on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvtier.device.find import open_device
+
+BENCH = Path(__file__).resolve().parent.parent / "bench" / "gpu.py"
+
+pytestmark = pytest.mark.skipif(not BENCH.exists(), reason="benches are run from a checkout")
+
+
+def run(*args: str) -> str:
+    """What the bench prints; it must end well."""
+    command = [sys.executable, str(BENCH), *args]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not open_device().reason, reason="there is a GPU: it would be measured")
+def test_without_a_gpu_it_says_what_it_would_do():
+    """The reason, and every step of what a machine with a GPU would run; exit code 0."""
+    out = run()
+    assert out.startswith("no GPU: ")
+    assert out.count("\n") == 10
+
+
+def test_tiny_runs_every_step_on_whatever_is_there(tmp_path: Path):
+    """Each step checks, measures and gives a row, on the CPU in a GPU's place too."""
+    rows = tmp_path / "rows.json"
+    out = run("--tiny", f"--json={rows}")
+    assert "check: every byte is as numpy has it" in out
+    cases = [row["case"] for row in msgspec.json.decode(rows.read_bytes())]
+    assert len(cases) == len(set(cases))
+    for word in (
+        "gather int4-kivi",
+        "sums",
+        "pages of 64 KiB",
+        "blocks of 28 KiB",
+        "at once",
+        "first layers",
+        "beside",
+    ):
+        assert any(word in case for case in cases), word

@@ -1,0 +1,100 @@
+"""The CUDA device where there is cupy but no GPU: its calls are cupy's, and their failures are ours."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+cupy = pytest.importorskip("cupy", reason="cupy is not installed")
+if cupy.is_available():
+    pytest.skip("there is a GPU: tests/test_gpu.py runs it", allow_module_level=True)
+
+from kvtier.device import cuda
+from kvtier.device.base import Facts
+from kvtier.device.find import open_device
+from kvtier.device.host import HostDevice
+from kvtier.types import Code, KvtierError
+
+
+@pytest.fixture
+def device() -> Any:
+    """A CudaDevice that was never opened."""
+    made = cuda.CudaDevice.__new__(cuda.CudaDevice)
+    made.ordinal, made.facts, made._modules = 0, Facts("none", bytes(16), 1, 90), {}
+    return made
+
+
+def test_without_a_driver_the_cpu_takes_its_place():
+    """Looking for a GPU does not raise: it gives the CPU, and the reason."""
+    found = open_device()
+    assert isinstance(found.device, HostDevice)
+    assert "no CUDA driver" in found.reason
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "open": lambda device: cuda.CudaDevice(),
+    "stream": lambda device: device.stream(urgent=True),
+    "take": lambda device: device.take(4096),
+    "pin": lambda device: device.pin(4096),
+    "register": lambda device: device.register(np.zeros(4096, np.uint8)),
+    "unregister": lambda device: device.unregister(np.zeros(4096, np.uint8)),
+    "copy": lambda device: device.copy(0, 0, 4, device.adopt(0)),
+    "record": lambda device: device.adopt(0).record(),
+    "synchronize": lambda device: device.adopt(0).synchronize(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_fails_says_what_it_was_doing(name: str, device: Any):
+    """Each call reaches cupy with arguments that it takes, and the driver's refusal comes back as io."""
+    with pytest.raises(KvtierError, match="cudaError") as caught:
+        CALLS[name](device)
+    assert caught.value.code is Code.IO
+
+
+RAW: dict[str, Callable[[], Any]] = {
+    "malloc": lambda: cuda.runtime.malloc(64),
+    "free": lambda: cuda.runtime.free(64),
+    "hostAlloc": lambda: cuda.runtime.hostAlloc(64, cuda.MAPPED),
+    "freeHost": lambda: cuda.runtime.freeHost(64),
+    "hostRegister": lambda: cuda.runtime.hostRegister(64, 64, cuda.MAPPED),
+    "hostUnregister": lambda: cuda.runtime.hostUnregister(64),
+    "streamCreateWithPriority": lambda: cuda.runtime.streamCreateWithPriority(cuda.runtime.streamNonBlocking, -1),
+    "streamSynchronize": lambda: cuda.runtime.streamSynchronize(0),
+    "streamWaitEvent": lambda: cuda.runtime.streamWaitEvent(0, 0),
+    "streamDestroy": lambda: cuda.runtime.streamDestroy(0),
+    "eventCreateWithFlags": lambda: cuda.runtime.eventCreateWithFlags(
+        cuda.runtime.eventDisableTiming | cuda.runtime.eventBlockingSync
+    ),
+    "eventRecord": lambda: cuda.runtime.eventRecord(0, 0),
+    "eventSynchronize": lambda: cuda.runtime.eventSynchronize(0),
+    "eventDestroy": lambda: cuda.runtime.eventDestroy(0),
+    "memcpyAsync": lambda: cuda.runtime.memcpyAsync(0, 0, 4, cuda.runtime.memcpyDefault, 0),
+    "getDeviceProperties": lambda: cuda.runtime.getDeviceProperties(0),
+    "ipcOpenMemHandle": lambda: cuda.runtime.ipcOpenMemHandle(bytes(64), cuda.runtime.cudaIpcMemLazyEnablePeerAccess),
+    "ipcCloseMemHandle": lambda: cuda.runtime.ipcCloseMemHandle(64),
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_cupy_has_the_calls_that_are_used(name: str):
+    """Every runtime call that kvtier makes exists in this cupy and takes its arguments: only the driver is missing."""
+    with pytest.raises(cuda.runtime.CUDARuntimeError):
+        RAW[name]()
+
+
+def test_an_event_that_cannot_be_asked_is_not_done():
+    """A status that is no success is not taken for one."""
+    assert cuda.runtime.eventQuery(0) != 0
+
+
+def test_a_launch_hands_over_words_of_8_bytes():
+    """Cupy's launchKernel takes the very arguments that are passed: it goes as far as looking for the driver."""
+    words = (ctypes.c_uint64 * 2)(1, 2)
+    places = (ctypes.c_void_p * 2)(ctypes.addressof(words), ctypes.addressof(words) + 8)
+    with pytest.raises((RuntimeError, KvtierError), match=r"libcuda|cudaError|CUDA_ERROR"), cuda.faults("a launch"):
+        cupy.cuda.driver.launchKernel(0, 1, 1, 1, 32, 1, 1, 0, 0, ctypes.addressof(places), 0)

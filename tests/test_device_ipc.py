@@ -1,0 +1,171 @@
+"""Memory of another process: mapped once, unmapped with its last user, refused with words that help."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtier.device.ipc import Exported, LibCuda, Mappings, probe
+from kvtier.types import Code, KvtierError
+
+UUID = bytes(range(16))
+MIB = 1 << 20
+
+
+class Driver:
+    """A CUDA driver that keeps the rules of the real one: one mapping a handle, closed once."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, Any] = {}
+        self.log: list[str] = []
+        self.refuses = ""
+
+    def ordinal(self, uuid: bytes) -> int:
+        if uuid != UUID:
+            raise KvtierError(Code.IO, f"no GPU {uuid.hex()} here")
+        return 0
+
+    def open_handle(self, ordinal: int, handle: bytes) -> int:
+        if self.refuses:
+            raise KvtierError(Code.IO, self.refuses)
+        assert handle not in self.open.values(), "a handle is opened twice"
+        return self._opened(handle)
+
+    def close_handle(self, ordinal: int, address: int) -> None:
+        del self.open[address]
+        self.log.append("closed")
+
+    def open_chunk(self, ordinal: int, fd: int, size: int) -> int:
+        return self._opened(size)
+
+    def close_chunk(self, ordinal: int, address: int, size: int) -> None:
+        assert self.open.pop(address) == size
+        self.log.append("closed")
+
+    def _opened(self, what: Any) -> int:
+        self.log.append("opened")
+        address = 1 << 40 | len(self.log) << 20
+        self.open[address] = what
+        return address
+
+
+def stretch(handle: int = 1, offset: int = 0, **more: Any) -> Exported:
+    """A stretch of an allocation of 1 MiB."""
+    return Exported(UUID, bytes([handle]) * 64, MIB, offset, 4096, **more)
+
+
+def test_an_allocation_is_mapped_once_and_goes_with_its_last_stretch():
+    """Layers of one allocation share one mapping; closing one leaves the others alone."""
+    driver = Driver()
+    mappings = Mappings(driver)
+    layers = [mappings.open("engine", stretch(offset=4096 * n)) for n in range(8)]
+    assert [layer.address - layers[0].address for layer in layers] == [4096 * n for n in range(8)]
+    assert mappings.bytes == MIB
+    for layer in layers[:-1]:
+        mappings.close(layer)
+    assert driver.log == ["opened"]
+    mappings.close(layers[-1])
+    assert driver.log == ["opened", "closed"]
+    assert mappings.bytes == 0
+
+
+def test_handles_of_different_processes_are_different():
+    """Two engines' chunks of one number, and two handles of one engine, are mappings of their own."""
+    driver = Driver()
+    mappings = Mappings(driver)
+    chunk = Exported(UUID, b"", MIB, 0, 4096, chunk=3)
+    opened = [mappings.open("a", chunk, fd=5), mappings.open("b", chunk, fd=6), mappings.open("a", stretch(1))]
+    assert len({one.address for one in opened}) == 3
+    for one in opened:
+        mappings.close(one)
+    assert not driver.open
+
+
+def test_threads_that_open_and_close_at_once_leave_nothing_behind():
+    """The count of users holds under threads: never opened twice, nothing mapped at the end."""
+    driver = Driver()
+    mappings = Mappings(driver)
+
+    def churn() -> None:
+        for number in range(200):
+            mappings.close(mappings.open("engine", stretch(offset=4096 * (number % 4))))
+
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not driver.open
+    assert mappings.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("uuid", b"short"),
+        ("handle", b"x" * 63),
+        ("allocation", 0),
+        ("offset", MIB),
+        ("offset", -1),
+        ("size", 0),
+        ("size", MIB + 1),
+    ],
+)
+def test_stretches_that_cannot_be_are_refused_by_name(field: str, value: Any):
+    """A field that would reach outside the allocation is named, and nothing is mapped."""
+    driver = Driver()
+    wrong = msgspec.structs.replace(stretch(), **{field: value})
+    with pytest.raises(KvtierError, match=rf"exported\.{field}"):
+        Mappings(driver).open("engine", wrong)
+    assert not driver.log
+
+
+def test_an_allocation_does_not_change_its_size():
+    """A second stretch that claims another size of the same allocation is refused."""
+    mappings = Mappings(Driver())
+    mappings.open("engine", stretch())
+    with pytest.raises(KvtierError, match=r"exported\.allocation"):
+        mappings.open("engine", msgspec.structs.replace(stretch(), allocation=2 * MIB))
+
+
+def test_what_the_driver_refuses_comes_with_advice():
+    """The driver's words, and what engine and daemon must share, are in the error; nothing stays counted."""
+    driver = Driver()
+    driver.refuses = "cuIpcOpenMemHandle: invalid device context (201)"
+    mappings = Mappings(driver)
+    with pytest.raises(KvtierError, match=r"invalid device context.*--pid=host"):
+        mappings.open("engine", stretch())
+    driver.refuses = ""
+    mappings.close(mappings.open("engine", stretch()))
+    with pytest.raises(KvtierError, match="no GPU"):
+        mappings.open("engine", msgspec.structs.replace(stretch(), uuid=bytes(16)))
+
+
+def test_the_probe_believes_only_the_engines_own_bytes():
+    """Memory that shows another token is refused, and unmapped whatever came of it."""
+    driver = Driver()
+    mappings = Mappings(driver)
+    probe(mappings, "engine", stretch(), lambda address, size: b"t" * size, b"t" * 32)
+    with pytest.raises(KvtierError, match="other bytes"):
+        probe(mappings, "engine", stretch(), lambda address, size: bytes(size), b"t" * 32)
+    assert not driver.open
+
+
+def test_exported_memory_travels_as_plain_fields():
+    """A stretch goes through MessagePack unchanged; unknown fields are refused."""
+    raw = msgspec.msgpack.encode(stretch(offset=512))
+    assert msgspec.msgpack.decode(raw, type=Exported) == stretch(offset=512)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode([UUID, "text", 1, 2, 3]), type=Exported)
+
+
+def test_no_driver_is_said_so():
+    """Without libcuda the error says that there is no CUDA driver."""
+    try:
+        LibCuda()
+    except KvtierError as exc:
+        assert exc.code is Code.IO
+        assert "CUDA" in exc.message or "cuInit" in exc.message

@@ -1,0 +1,178 @@
+"""While the catalogue loads, what an engine asks for is looked up at once; nothing durable is lost by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
+from kvtier import wire
+from kvtier.identity import GroupSpec
+from kvtier.mover import digest
+from kvtier.store import Store, restore
+from kvtier.store.upkeep import flushed
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.host import HostTier
+from kvtier.tiers.slab import SlotState
+from kvtier.types import Tier
+from storekit import MIB, drop_host, quiet, storing
+
+OTHERS = 700
+
+
+@asynccontextmanager
+async def starting(path: Path, host: int = 16 * MIB) -> AsyncIterator[Store]:
+    """A store whose catalogue has begun to load, one run at a turn of the loop."""
+    loop = asyncio.get_running_loop()
+    store = Store(
+        HostTier(host, slab_bytes=256 << 10, prefault=False), DiskTier(path, 64 * MIB, post=loop.call_soon_threadsafe)
+    )
+    task = store.start()
+    await asyncio.sleep(0)
+    try:
+        yield store
+        await task
+    finally:
+        await store.drain(10.0)
+
+
+@pytest.fixture(autouse=True)
+def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slice is one run."""
+    monkeypatch.setattr(restore, "SLICE_S", 0.0)
+
+
+def paths() -> list[bytes]:
+    """Prompts with common beginnings, long ones among many short ones."""
+    trunk = tokens(*range(1, 201))
+    long = [trunk, trunk[:800] + tokens(*range(500, 600)), trunk[:80] + tokens(*range(600, 700))]
+    return long + [tokens(9000 + n, 1, 2, n) for n in range(OTHERS)]
+
+
+async def fill(path: Path, groups: tuple[GroupSpec, ...], wants: tuple[wire.Want, ...] = ()) -> list[int]:
+    """Store all paths; what is served of each."""
+    async with storing(path, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec(groups))
+        for n, keys in enumerate(paths()):
+            await engine.put(keys, wants=wants if n == 0 else ())
+        await quiet(store)
+        served = [await engine.get(keys) for keys in paths()]
+        assert store.parts.counts["runs_looked_up"] == 0
+        engine.leave()
+    return served
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE), (FULL, WINDOW), (WINDOW,)])
+async def test_a_prefix_is_served_before_the_catalogue_is_loaded(tmp_path: Path, groups: tuple[GroupSpec, ...]) -> None:
+    """At the first request after a start every path is served whole and bit-exact; so is everything later on."""
+    states = (wire.Want(1, np.array([9, 69, 199], "<i4").tobytes()),) if STATE in groups else ()
+    served = await fill(tmp_path, groups, states)
+    async with starting(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec(groups))
+        for keys, pages in list(zip(paths(), served, strict=True))[2::-1]:
+            assert (await engine.match(keys)).pages == pages
+            assert store.parts.loading
+        assert await engine.get(paths()[0]) == served[0]
+        assert store.parts.counts["runs_looked_up"] > 0
+        await store.loading
+        assert [await engine.get(keys) for keys in paths()] == served
+        assert store.parts.counts["orphan_pages"] == 0
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+    async with storing(tmp_path, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec(groups))
+        assert [await engine.get(keys) for keys in paths()] == served
+
+
+async def test_what_an_engine_stores_while_loading_hides_nothing(tmp_path: Path) -> None:
+    """Pages stored again in host lie between those that disk has: runs below them are found, none is dropped."""
+    async with storing(tmp_path, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for keys in paths()[3:]:
+            await engine.put(keys)
+        await quiet(store)
+        for pages in (4, 8, 12, 200):
+            await engine.put(paths()[0][: pages * 8])
+            await quiet(store)
+        engine.leave()
+    async with starting(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        cache = store.parts.caches[engine.opened.cache]
+        assert cache.radix.known(paths()[0]) == 0
+        node = cache.radix.extend(paths()[0][:64], 0.0)  # as if an engine had stored eight pages before it ever asked
+        handles, sums = cache.pool.alloc(0, 8), []
+        for page, handle in enumerate(handles):
+            (view,) = cache.views(0, handle)
+            view[:] = content(paths()[0][: page * 8 + 8], 0, view.size)
+            sums.append(digest([view]))
+        cache.pool.mark(0, handles, SlotState.CACHED)
+        cache.index.put(node, 0, Tier.HOST, 0, handles, sums)
+        cache.index.publish(node, 8)
+        found = await engine.match(paths()[0])
+        assert store.parts.loading
+        assert found.pages == 200
+        await store.loading
+        assert store.parts.counts["orphan_pages"] == 0
+        assert await engine.get(paths()[0]) == 200
+        drop_host(store)
+        assert await engine.get(paths()[0]) == 200
+
+
+async def test_keys_are_looked_up_before_the_catalogue_is_loaded(tmp_path: Path) -> None:
+    """Existence and acquisition of opaque keys, of either group."""
+    keyed = spec((FULL, FULL), key_bytes=16)
+    keys = [b"".join(bytes([n, group]) * 8 for n in range(200)) for group in range(2)]
+
+    async with storing(tmp_path, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(keyed)
+        for group in range(2):
+            reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, group, keys[group]))
+            engine.write(keys[group], reserved)
+            await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
+        await quiet(store)
+    async with starting(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(keyed)
+        some = keys[1][-160:]
+        assert set((await engine.call(wire.Exists(engine.opened.cache, 1, some))).states) == {5}
+        assert set((await engine.call(wire.Exists(engine.opened.cache, 0, some))).states) == {0}
+        got = await engine.call(wire.AcquireKeys(engine.opened.cache, 0, keys[0][-160:]))
+        assert store.parts.loading
+        assert got.pages == 10
+        for items in got.items:
+            engine.verify(keys[0][-160:], items)
+        await store.loading
+        for group in range(2):
+            assert set((await engine.call(wire.Exists(engine.opened.cache, group, keys[group]))).states) <= {3, 5}
+
+
+async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path) -> None:
+    """What is evicted before the end of loading is free after it, with what depended on it: no cell leaks."""
+    await fill(tmp_path, (FULL,))
+    async with starting(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        assert (await engine.match(paths()[2])).pages == 110
+        assert store.parts.persist.evict(40 * 4096)
+        await flushed(store.parts.disk)
+        assert store.parts.loading
+        await store.loading
+        await quiet(store)
+        await flushed(store.parts.disk)
+        assert store.parts.disk.freeing_bytes == 0
+        assert store.parts.check() == []
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []

@@ -1,0 +1,39 @@
+"""`kvtierctl try` with engines that are there already."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllmkit import PYTHON, needs_vllm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def tried(engine: str, python: Path | str) -> str:
+    """What it prints."""
+    command = [sys.executable, "-m", "kvtier.ctl", "try", engine, "--python", str(python)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=350)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_try_transformers_shows_a_hit_of_a_second_process():
+    """The second process loads 992 of 1,000 tokens, and the user is told what to write."""
+    pytest.importorskip("transformers")
+    out = tried("transformers", sys.executable)
+    assert "first engine: 0 of 1000 tokens" in out
+    assert "second engine: 992 of 1000 tokens" in out
+    assert "attach(model, tokenizer)" in out
+
+
+@needs_vllm
+def test_try_vllm_shows_a_hit_of_a_second_engine():
+    """The same with vLLM, and its line for the command."""
+    out = tried("vllm", PYTHON)
+    assert "first engine: 0 of 1000 tokens" in out
+    assert "second engine: 992 of 1000 tokens" in out
+    assert "--kv-transfer-config" in out

@@ -1,0 +1,159 @@
+"""A vLLM engine that does what it is told by JSON lines; runs in the venv that has vLLM, never in the tests' own.
+
+Each line is {"do": name, ...}; each answer is a line that begins with ANSWER. `start` builds the engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+ANSWER = "\x1eanswer "
+
+os.environ.update(
+    TORCH_COMPILE_DISABLE="1", OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
+)  # fmt: skip
+
+
+class Engine:
+    """One LLM; each public method is a thing that can be told."""
+
+    def start(self, model: str, **options: Any) -> dict[str, Any]:
+        """Build the engine."""
+        from vllm import LLM
+
+        defaults = {
+            "skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, "enforce_eager": True,
+            "max_model_len": 512, "disable_log_stats": False,
+        }  # fmt: skip
+        self.llm = LLM(model, **(defaults | options))
+        return {}
+
+    def clock(self) -> dict[str, Any]:
+        """From now on note how long the connector's own methods take."""
+        from kvtier.engines.vllm.connector import KvtierConnector
+
+        self.inside = 0.0
+        for name, method in list(vars(KvtierConnector).items()):
+            if callable(method) and not name.startswith("_"):
+                setattr(KvtierConnector, name, self._clocked(method))
+        return {}
+
+    def _clocked(self, method: Any) -> Any:
+        def clocked(*args: Any, **more: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*args, **more)
+            finally:
+                self.inside += time.perf_counter() - began
+
+        return functools.wraps(method)(clocked)
+
+    def first_token(self, prompt: list[int]) -> dict[str, Any]:
+        """How long a prompt's first token takes, how much of that was the connector's, and what was loaded."""
+        inside, began = getattr(self, "inside", 0.0), time.perf_counter()
+        cached = self.generate([prompt], tokens=1)[0]["cached"]
+        took = time.perf_counter() - began
+        return {"s": took, "inside_s": getattr(self, "inside", 0.0) - inside, "cached": cached}
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int = 8, salts: list[str] | None = None, lora: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Greedy continuations with logprobs."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, logprobs=0, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for each, salt in zip(inputs, salts or (), strict=False):
+            each["cache_salt"] = salt
+        request = None
+        if lora:
+            from vllm.lora.request import LoRARequest
+
+            request = LoRARequest("adapter", 1, lora)
+        outs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=request)
+        return [
+            {
+                "tokens": list(out.outputs[0].token_ids),
+                "logprobs": [next(iter(step.values())).logprob for step in out.outputs[0].logprobs],
+                "reason": out.outputs[0].finish_reason,
+                "cached": out.num_cached_tokens,
+            }
+            for out in outs
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of vLLM's, with their labels but the engine's and the model's."""
+        out = {}
+        for metric in self.llm.get_metrics():
+            labels = {k: v for k, v in sorted(metric.labels.items()) if k not in {"engine", "model_name"}}
+            if hasattr(metric, "value"):
+                out[f"{metric.name}{labels or ''}"] = metric.value
+        return out
+
+    def reset(self, connector: bool = False) -> bool:
+        """Forget vLLM's own prefix cache, and tell the connector or not."""
+        return self.llm.reset_prefix_cache(reset_connector=connector)
+
+    def scale(self, layer: int, by: float) -> dict[str, Any]:
+        """Change weights in place: those of one layer's first norm."""
+        self.llm.apply_model(_Scale(layer, by))
+        return {}
+
+    def abort(self, prompts: list[list[int]], aborted: int, steps: int, tokens: int = 8) -> list[list[int]]:
+        """Begin all, end the first `aborted` of them after some steps; what the others gave."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        params = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        names = [f"abort-{number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        found: dict[str, list[int]] = {}
+        step = 0
+        while engine.has_unfinished_requests():
+            found |= {out.request_id: list(out.outputs[0].token_ids) for out in engine.step() if out.finished}
+            step += 1
+            if step == steps:
+                engine.abort_request(names[:aborted])
+        return [tokens for name, tokens in sorted(found.items()) if name in names[aborted:]]
+
+    def layout(self) -> dict[str, Any]:
+        """How the KV lies."""
+        config = self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        return {"groups": len(config.kv_cache_groups), "layout": config.kv_cache_layout, "blocks": config.num_blocks}
+
+
+class _Scale:
+    """What is run on the model in the worker."""
+
+    def __init__(self, layer: int, by: float) -> None:
+        self.layer, self.by = layer, by
+
+    def __call__(self, model: Any) -> None:
+        model.model.layers[self.layer].input_layernorm.weight.data.mul_(self.by)
+
+
+def main() -> None:
+    """Do what is told until the input ends."""
+    engine = Engine()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints must not mix with the answers
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer = {"ok": getattr(engine, order.pop("do"))(**order)}
+        except Exception as exc:  # noqa: BLE001 - the test is told
+            answer = {"error": f"{type(exc).__name__}: {exc}", "trace": traceback.format_exc()}
+        out.write(ANSWER + json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()
