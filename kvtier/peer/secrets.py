@@ -85,8 +85,8 @@ def read(path: Path) -> Secrets:
             secret = bytes.fromhex(text)
         except ValueError:
             raise bad(f"{path}:{number}", "a name and a secret in hex") from None
-        if len(secret) < MIN_SECRET or name in found:
-            raise bad(f"{path}:{number}", f"a new name and at least {MIN_SECRET} bytes")
+        if len(secret) < MIN_SECRET or name in found or secret in found.values():
+            raise bad(f"{path}:{number}", f"a new name and a new secret of at least {MIN_SECRET} bytes")
         found[name] = secret
     if FLEET not in found:
         raise bad(str(path), f"a line `{FLEET} <hex>`")
