@@ -11,16 +11,18 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from engineproc import HEADS, LAYERS, SPEC, content, path_keys
+from engineproc import CELL, HEADS, LAYERS, SPEC, content, path_keys
 from fleetkit import Fleet, Host, free_ports, until, write_secrets
 from kvtier.client import Client
 from kvtier.identity import Slice
 from kvtier.peer.node import LACKS_S
 from kvtier.peer.ring import homes, rungs
 from kvtier.peer.secrets import read
+from kvtier.types import Presence
 from liar import MODES, Liar
 
 RECOVERY_S = 5.0
@@ -44,6 +46,7 @@ def test_pages_computed_on_one_host_are_served_on_another_bit_exact(tmp_path: Pa
             assert [hosts[name].get(path) for path in PATHS] == [len(path) for path in PATHS]
             assert hosts[name].count("pages_loaded_peer") > 0
             hosts[name].sound()
+        assert [host.daemon.stop() for host in hosts.values()] == [0, 0, 0]
 
 
 def test_with_two_copies_no_single_lost_host_loses_a_page(tmp_path: Path) -> None:
@@ -215,3 +218,28 @@ def homes_of_path(home: Path, path: list[int]) -> list[str]:
     """The home (R=1) of a prompt in a fleet of a and b."""
     shared = read(home / "secrets").shared(SPEC, f"uid:{os.getuid()}", 0)
     return homes(["a", "b"], rungs(shared, path_keys(path))[-1].key, 1)
+
+
+def test_with_two_copies_no_lost_host_loses_a_key(tmp_path: Path) -> None:
+    """Keyed caches, R=2: after kill -9 of the host that stored them, every key is served by the two others."""
+    cache_spec = msgspec.structs.replace(SPEC, key_bytes=16)
+    keys = [n.to_bytes(16, "little") for n in range(40)]
+    size = LAYERS * HEADS * CELL
+    with Fleet(tmp_path, replicas=2) as hosts:
+        with hosts["a"].engine().open(cache_spec).reserve_keys(0, b"".join(keys), wait_ms=2000) as held:
+            for at, key in enumerate(keys):
+                assert held.write(0, at, content(key).reshape(-1))
+            assert held.commit() == len(keys)
+        until(hosts["a"].settled)
+        hosts["a"].daemon.kill()
+        for name in "bc":
+            cache = hosts[name].engine().open(cache_spec)
+            until(lambda cache=cache: Presence.PENDING not in cache.exists(0, b"".join(keys)))
+            assert set(cache.exists(0, b"".join(keys))) <= {Presence.HOST, Presence.PEER}
+            with cache.acquire_keys(0, b"".join(keys), wait_ms=5000) as lease:
+                out = np.empty(size, np.uint8)
+                for at, key in enumerate(keys):
+                    assert lease.read(0, at, out)
+                    assert np.array_equal(out, content(key).reshape(-1))
+        for name in "bc":
+            hosts[name].emptied()

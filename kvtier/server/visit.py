@@ -17,7 +17,8 @@ from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_o
 from kvtier.peer.pipe import Pipe
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import here, lend_keys, nodes_of
-from kvtier.store.peers import Guest, lend, path_keys
+from kvtier.store.peers import Guest
+from kvtier.store.pushes import lend, path_keys
 from kvtier.store.reserve import Reservation
 from kvtier.store.routing import load, weigh
 from kvtier.types import Code, KvtierError, bad

@@ -160,8 +160,8 @@ class KeyPeers:
 
     # -- pushing -----------------------------------------------------------------------------------------------------
 
-    async def push(self, cache: Cache, shared: Shared, nodes: list[Node]) -> int:
-        """Give homes keys of one group that they lack; how many they took."""
+    async def push(self, cache: Cache, shared: Shared, nodes: list[Node]) -> tuple[int, list[Node]]:
+        """Give homes keys of one group that they lack; how many they took, and the nodes that some home did not get."""
         group = nodes[0].edge[0]
         homes: dict[str, list[Node]] = {}
         for node in nodes:
@@ -170,18 +170,31 @@ class KeyPeers:
         for node in nodes:
             cache.index.lease(node)
         taken = 0
+        left: dict[Node, None] = {}
         try:
             for home, mine in homes.items():
-                sink = await self.tier.offer(home, shared, b"".join(n.edge[1:] for n in mine), (), group)
-                if sink is not None:
-                    try:
-                        taken += await self._feed(cache, sink, group, mine)
-                    finally:
-                        sink.close()
+                sent = await self._push_to(cache, shared, home, mine)
+                taken += max(0, sent)
+                if sent < 0:
+                    left.update(dict.fromkeys(mine))
         finally:
             for node in nodes:
                 self._keys.parts.unlease(cache, node)
-        return taken
+        return taken, list(left)
+
+    async def _push_to(self, cache: Cache, shared: Shared, home: str, nodes: list[Node]) -> int:
+        """How many keys a home took; -1 where it did not answer or failed."""
+        group = nodes[0].edge[0]
+        sink = await self.tier.offer(home, shared, b"".join(node.edge[1:] for node in nodes), (), group)
+        if sink is None:
+            return -1
+        try:
+            return await self._feed(cache, sink, group, nodes)
+        except (KvtierError, OSError, EOFError) as exc:
+            _log.warning("a push to %s failed: %r", home, exc)
+            return -1
+        finally:
+            sink.close()
 
     async def _feed(self, cache: Cache, sink: Sink, group: int, nodes: list[Node]) -> int:
         """Send what a home picks of these keys, as long as host has it."""

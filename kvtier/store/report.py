@@ -129,7 +129,7 @@ class Report:
                     "mover_jobs": parts.mover.running,
                     "disk_pages": parts.persist.queued_pages,
                     "loads": len(parts.loads.moving),
-                    "pushes": 0 if parts.peers is None else parts.peers.unpushed,
+                    "pushes": 0 if parts.peers is None else parts.peers.pushes.waiting,
                     "reservations_waiting": len(parts.waiting),
                 },
                 "eviction_batches": parts.persist.evictions.batches(),

@@ -307,7 +307,7 @@ class Store:
             raise bad("handle", "a request of a token cache", msg.handle)
         if self.parts.peers is None:
             raise KvtierError(Code.UNKNOWN, "this daemon has no peers", "to")
-        self.parts.peers.wish(path.cache, path.keys, msg.to)
+        self.parts.peers.pushes.wish(path.cache, path.keys, msg.to)
         return wire.Ok()
 
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
