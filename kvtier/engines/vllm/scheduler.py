@@ -26,6 +26,8 @@ from kvtier.types import KvtierError, Tier, bad
 
 STEP_S: Final = 0.003
 """What one step waits for the daemon, all requests together."""
+TOKEN_S: Final = 10e-6
+"""And more for each token that it computes: far less than computing it takes, and time for what it is to save."""
 THREADS: Final = 8
 LOAD_MS: Final = 5000
 """A request waits at most so long for pages that come from disk."""
@@ -176,6 +178,7 @@ class Scheduler:
     def plan(self, output: Any) -> Plan:
         """What the workers do in this step."""
         loads, self._loads = tuple(self._loads), []
+        self._left_s += TOKEN_S * output.total_num_scheduled_tokens
         saves = self._saves(output) if self._cache is not None else ()
         self._left_s = STEP_S
         epoch = self._cache.epoch if self._cache is not None else 0
