@@ -55,7 +55,10 @@ class Liar:
     async def _accept(self) -> None:
         while True:
             sock, _ = await self._loop.sock_accept(self._sock)
-            self._tasks.add(asyncio.create_task(self._serve(Pipe(sock))))
+            pipe = Pipe(sock)
+            task = asyncio.create_task(self._serve(pipe))
+            task.add_done_callback(lambda _, pipe=pipe: pipe.close())  # also of one that never began
+            self._tasks.add(task)
 
     async def _serve(self, pipe: Pipe) -> None:
         try:

@@ -66,6 +66,7 @@ class Home:
             task = loop.create_task(self._serve(sock))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _, sock=sock: sock.close())  # also of one that never began
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
@@ -78,8 +79,6 @@ class Home:
             _log.debug("a peer's connection ended: %r", exc)
         except Exception:  # noqa: BLE001 - one peer's connection, not the others'
             _log.exception("a peer's connection failed")
-        finally:
-            sock.close()
 
     async def close(self) -> None:
         """Serve nobody any more."""
