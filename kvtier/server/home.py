@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets as random
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -66,7 +67,7 @@ class Home:
             task = loop.create_task(self._serve(sock))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda _, sock=sock: sock.close())  # also of one that never began
+            task.add_done_callback(_closer(sock))  # also of one that never began
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
@@ -92,3 +93,12 @@ class Home:
     def within(self, nbytes: int) -> float:
         """Seconds that a transfer may take."""
         return self.deadline_s + nbytes / MIN_BYTES_S
+
+
+def _closer(sock: socket.socket) -> Callable[[asyncio.Task[None]], None]:
+    """Closes the socket once its task is over."""
+
+    def close(_: asyncio.Task[None]) -> None:
+        sock.close()
+
+    return close
