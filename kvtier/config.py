@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
+from kvtier.fleet import Events, Peers
 from kvtier.paths import admin_path, socket_path, state_path
 from kvtier.policy.find import DEFAULT, path_of
 from kvtier.policy.quota import parse
@@ -95,6 +96,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     The tenant is a salt in hex, the cache the beginning of an id; the first rule that fits a cache is its rule, and all
     caches of a rule share its limits. Whoever is at a limit makes room among its own pages.
     """
+    peers: Peers = Peers()
+    events: Events = Events()
     drain_s: float = 10.0
     """Seconds within which the daemon ends after SIGTERM."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -133,6 +136,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("caps.connections", "1..1048576", self.caps.connections)
         if not 0 <= self.http.port < 1 << 16:
             raise bad("http.port", "0..65535", self.http.port)
+        self.peers.check()
+        self.events.check()
         if not 0 <= self.drain_s <= 3600:
             raise bad("drain_s", "0..3600 seconds", self.drain_s)
 

@@ -37,6 +37,7 @@ class Lazy(Group):
         "purge": ("kvtier.control.whole", "purge", "Empty all caches of a scope, an adapter or a tenant."),
         "requests": ("kvtier.control.prompts", "requests", "List recent requests by their ids."),
         "replay": ("kvtier.replay.cli", "replay", "Replay a request trace through the store."),
+        "route": ("kvtier.control.route", "route", "Which host a prompt is cheapest on."),
         "set": ("kvtier.control.settings", "set_", "Show or change live settings."),
         "size": ("kvtier.sizing.cli", "size", "Work out memory, bandwidth and capacity."),
         "top": ("kvtier.control.top", "top", "What happens now, every second."),

@@ -22,10 +22,12 @@ import uvloop
 from kvtier import __version__
 from kvtier.companions import Companions, notify, passed_sockets
 from kvtier.config import Config, flag, load, settings, size, variable
+from kvtier.fleet import announce, join
 from kvtier.limits import check_budget, default_budget
 from kvtier.live import Live
 from kvtier.policy.quota import parse
 from kvtier.server import Limits, Server
+from kvtier.server.home import Home
 from kvtier.server.listener import PathLock
 from kvtier.store import Store
 from kvtier.store.ways import Ways
@@ -71,12 +73,16 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
         loop.add_signal_handler(number, stop.set)
     lock = PathLock(config.engine_socket)  # first, so that a second daemon touches nothing of the first one's
     store = build_store(config, loop)
+    home = join(store, config.peers)
+    hush = announce(store, config.events)
     store.start().add_done_callback(lambda task: _loaded(task, stop))
     limits = Limits(connections=config.caps.connections)
     server = Server(store, config.engine_socket, config.admin_socket, limits, lock, passed_sockets())
     live = Live(config, again, store, server)
     loop.add_signal_handler(signal.SIGHUP, live.reload)
     await server.start()
+    if home is not None:
+        home.start()
     gc.disable()  # the store makes no cycles, and a collection would stop every engine
     gc.collect()
     gc.freeze()
@@ -84,7 +90,9 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     notify("READY=1")
     _log.info("serving %s, operators at %s", config.engine_socket, config.admin_socket)
     await stop.wait()
-    await _drain(live.config, server, store, companions)
+    await _drain(live.config, server, store, companions, home)
+    if hush is not None:
+        hush()
 
 
 def _loaded(task: asyncio.Task[None], stop: asyncio.Event) -> None:
@@ -98,7 +106,7 @@ def _loaded(task: asyncio.Task[None], stop: asyncio.Event) -> None:
         _log.info("the catalogue is indexed")
 
 
-async def _drain(config: Config, server: Server, store: Store, companions: Companions) -> None:
+async def _drain(config: Config, server: Server, store: Store, companions: Companions, home: Home | None) -> None:
     """End within the time that the settings give."""
     notify("STOPPING=1")
     _log.info("draining for at most %.0f s", config.drain_s)
@@ -108,6 +116,8 @@ async def _drain(config: Config, server: Server, store: Store, companions: Compa
     loop = asyncio.get_running_loop()
     end = loop.time() + config.drain_s
     await server.drain(config.drain_s / 2)
+    if home is not None:
+        await home.close()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(end + 1.0):
             await store.drain(max(0.0, end - loop.time()))

@@ -61,6 +61,12 @@ def _disk(field: str) -> Callable[[Data], Samples]:
     return lambda data: {"": data["tiers"].get("disk", {}).get(field, 0)}
 
 
+def _pages_of_peers(data: Data) -> Samples:
+    """Pages that went between hosts, by way."""
+    ways = {"loaded": "pages_loaded_peer", "served": "pages_served_peer", "pushed": "pages_pushed_peer"}
+    return {way: data["counters"].get(name, 0) for way, name in {**ways, "taken": "pages_taken_peer"}.items()}
+
+
 def _hit_tokens(data: Data) -> float:
     return sum(_by("tokens_hit_")(data).values())
 
@@ -106,9 +112,14 @@ METRICS: Final = (
     Shown("kvtier_tier_used_bytes", G, "Bytes in use.", "tier", _tiers("used_bytes")),
     Shown("kvtier_tier_free_bytes", G, "Bytes free.", "tier", _tiers("free_bytes")),
     Shown("kvtier_queue_depth", G, "What waits: jobs in worker threads (mover_jobs), pages on their way to disk "
-          "(disk_pages), items being loaded (loads), commits that wait for a parent (reservations_waiting), "
-          "requests in flight (requests).", "queue",
+          "(disk_pages), items being loaded (loads), paths to be pushed to their homes (pushes), "
+          "commits that wait for a parent (reservations_waiting), requests in flight (requests).", "queue",
           lambda d: d["queues"] | {"requests": d["server"]["requests_in_flight"]}),
+    Shown("kvtier_peers_up", G, "Peers that answer.", "", lambda d: {"": sum(row["up"] for row in d["peers"])}),
+    Shown("kvtier_peer_pages", C, "Pages from and to other hosts: loaded (fetched here), served (sent to who asked), "
+          "pushed (sent to their homes), taken (pushed here).", "way", _pages_of_peers),
+    Shown("kvtier_peer_events", C, "What happened with peers: asked, hits, misses, refused, failures, down, restarts, "
+          "busy, checksum and mismatch (not what was stored or asked for: a miss), push_*.", "event", _by("peer_")),
     Shown("kvtier_refused", C, "Requests refused, in whole or part, by error code.", "code",
           lambda d: d["server"]["refused"]),
     Shown("kvtier_leases", G, "Leases that engines hold.", "", _top("leases")),

@@ -23,6 +23,8 @@ MAX_BODY: Final = 64 << 20
 MAX_NAME: Final = 128
 MAX_KEYS: Final = 512
 """Opaque keys of one request: some milliseconds in which the daemon serves nobody else."""
+MAX_ORDERED: Final = 1024
+"""Requests of one Order."""
 MAX_ASKED: Final = 4096
 """The same of Exists, which costs a fraction of that a key."""
 ARENA_SHIFT: Final = 44
@@ -177,6 +179,8 @@ class Matched(Message):
     """and to compute it."""
     cut: int = -1
     """So many pages are worth loading, the rest is computed faster; Acquire of -1 pages loads so many."""
+    asking: bool = False
+    """Whether other hosts are being asked for more: match again soon, or acquire all (-1), which waits for them."""
 
 
 class Acquire(Message):
@@ -239,6 +243,33 @@ class Hint(Message):
     what: str
     seconds: float = 0.0
     page: int = 0
+
+
+class Push(Message):
+    """Give a peer the request's pages now, and those that follow as they are committed here (prefill and decode apart).
+
+    Replies Ok at once; what the peer has not got after all it computes itself.
+    """
+
+    handle: int
+    to: str
+    """The peer's name in the fleet."""
+
+
+class Order(Message):
+    """In which order these requests are best served: longest shared prefix first, but overdue ones before all."""
+
+    handles: tuple[int, ...]
+    waited_ms: tuple[int, ...]
+    """How long each has waited."""
+    bound_ms: int = 1000
+    """Requests that waited so long are overdue."""
+
+
+class Ordered(Message):
+    """Reply to Order."""
+
+    handles: tuple[int, ...]
 
 
 class Want(Message):
@@ -564,6 +595,13 @@ class Curve(Message):
     """What so many bytes more of the fastest tier would have hit, too."""
 
 
+class Route(Message):
+    """Which host of the fleet a prompt is cheapest on. A session stays where it was while that is not too busy."""
+
+    of: Prompt
+    session: str = ""
+
+
 class Set(Message):
     """Change live settings, all or none, until they are read again; empty: show them. Replies Info."""
 
@@ -671,6 +709,8 @@ VERBS: Final[dict[type[Message], int]] = {
     Commit: 22,
     Abort: 23,
     Hint: 24,
+    Push: 25,
+    Order: 26,
     Exists: 32,
     AcquireKeys: 33,
     ReserveKeys: 34,
@@ -695,6 +735,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Remove: 108,
     Purge: 109,
     Curve: 110,
+    Route: 111,
     Requests: 116,
     DiskUsage: 120,
     DiskScrub: 121,

@@ -18,9 +18,10 @@ LAYERS = (
     {"types"},
     {"identity", "paths", "sources"},
     {"heat"},
-    {"index", "policy", "wire", "sizing", "codec", "quant"},
+    {"index", "policy", "route", "wire", "sizing", "codec", "quant"},
     {"tiers", "device", "handshake"},
     {"mover"},
+    {"peer", "events"},
     {"store"},
     {"server"},
     {"daemon"},
@@ -30,12 +31,12 @@ LAYERS = (
 SUBPARTS = {
     "radix": "index", "keyed": "index", "groups": "index", "leaves": "index",
     "limits": "tiers", "units": "types", "frames": "wire", "archive": "wire",
-    "config": "daemon", "companions": "daemon", "live": "daemon",
+    "config": "daemon", "companions": "daemon", "live": "daemon", "fleet": "daemon",
 }  # fmt: skip
 """Modules that belong to a part without being named like it."""
 
 CLIENT_MAY = {"types", "identity", "wire"}
-PURE = {"types", "identity", "index", "heat", "policy", "wire", "sizing", "codec", "quant"}
+PURE = {"types", "identity", "index", "heat", "policy", "route", "wire", "sizing", "codec", "quant"}
 IMPURE_LIBRARIES = {"asyncio", "cupy", "lmdb", "aiohttp", "socket", "threading", "time", "random"}
 """What a module that must be replayable from its arguments alone has no business with."""
 

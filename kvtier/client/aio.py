@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 from kvtier import wire
 from kvtier.client.asynclink import AsyncLink
-from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
+from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.held import HeldLease, HeldReservation, Share, shared
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
@@ -62,6 +62,10 @@ class AsyncClient:
         region = AsyncRegion(self, name, fd, offset, stride, rows)
         await self.attempt(region.entering(), None)
         return region
+
+    async def order(self, paths: Sequence[AsyncPath], waited_ms: Sequence[int], bound_ms: int = 1000) -> list[int]:
+        """Numbers of the paths (of one cache) in the order to serve them; as given where there is no daemon."""
+        return await self.attempt(ordering(paths, waited_ms, bound_ms), list(range(len(paths))))
 
     async def ping(self) -> bool:
         """Whether the daemon's serving loop answers."""
@@ -183,6 +187,10 @@ class AsyncPath(KeyPath):
         from page number `page` on goes first. Raises bad_request.
         """
         await self.cache.client.attempt(self._hinting(what, seconds, page), None)
+
+    async def push(self, to: str) -> None:
+        """Give the peer `to` the pages that are here, and the rest as it is committed."""
+        await self.cache.client.attempt(self._pushing(to), None)
 
     async def close(self) -> None:
         """Drop the daemon's handle; matching again makes a new one."""

@@ -124,6 +124,8 @@ class KeyPath:
         """Pages that can be acquired, as of the last match."""
         self.pending = 0
         """Pages after them that somebody is about to commit."""
+        self.asking = False
+        """Whether other hosts are being asked for more: `acquire()` of all waits for them."""
         self.segments: tuple[wire.Segment, ...] = ()
         self.load_s: tuple[float, ...] = ()
         """Seconds to load each segment, where the cache's `prefill` is set."""
@@ -151,7 +153,7 @@ class KeyPath:
             raise bad("keys", f"whole page keys of {stride} bytes of a token cache", len(keys))
         if keys:
             self._keys.append(keys)
-        handle, self.pages, self.pending, self.segments = self._handle, 0, 0, ()
+        handle, self.pages, self.pending, self.segments, self.asking = self._handle, 0, 0, (), False
         self.load_s, self.recompute_s, self.cut = (), (), -1
         self._handle = 0
         rate = self.cache.prefill
@@ -172,6 +174,7 @@ class KeyPath:
         self._joined, self._epoch, self._handle = joined, self.cache.epoch, reply.handle
         self.pages, self.pending, self.segments = reply.pages, reply.pending, reply.segments
         self.load_s, self.recompute_s, self.cut = reply.load_s, reply.recompute_s, reply.cut
+        self.asking = reply.asking
 
     def _handled(self) -> Steps[tuple[Joined, int]]:
         """The connection and the handle on it, matching again where either is gone."""
@@ -215,11 +218,29 @@ class KeyPath:
         """Say what the engine knows of the path's future."""
         yield from self._asking(lambda handle: wire.Hint(handle, what, seconds, page), wire.Ok)
 
+    def _pushing(self, to: str) -> Steps[None]:
+        """Give a peer the pages of the path."""
+        yield from self._asking(lambda handle: wire.Push(handle, to), wire.Ok)
+
     def _closing(self) -> Steps[None]:
         """Drop the handle."""
         handle, self._handle = self._handle, 0
         if handle and self._joined is not None and self._joined.alive:
             yield Post(self._joined, wire.Forget(handle))
+
+
+def ordering(paths: Sequence[KeyPath], waited_ms: Sequence[int], bound_ms: int) -> Steps[list[int]]:
+    """Positions of the paths in the order to serve them."""
+    joined: Joined | None = None
+    handles: list[int] = []
+    for path in paths:
+        joined, handle = yield from path._handled()  # noqa: SLF001 - one idea in two places
+        handles.append(handle)
+    if joined is None:
+        return []
+    reply = yield Call(joined, wire.Order(tuple(handles), tuple(waited_ms), bound_ms), wire.Ordered)
+    at = {handle: n for n, handle in enumerate(handles)}
+    return [at[handle] for handle in cast("wire.Ordered", reply).handles]
 
 
 def pinging() -> Steps[bool]:

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvtier import wire
-from kvtier.client.caches import KeyPath, OpenCache, asking_stat, pinging
+from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.held import HeldLease, HeldReservation, Share, shared
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
@@ -71,6 +71,10 @@ class Client:
         region = Region(self, name, fd, offset, stride, rows)
         self.attempt(region.entering(), None)
         return region
+
+    def order(self, paths: Sequence[Path], waited_ms: Sequence[int], bound_ms: int = 1000) -> list[int]:
+        """Numbers of the paths (of one cache) in the order to serve them; as given where there is no daemon."""
+        return self.attempt(ordering(paths, waited_ms, bound_ms), list(range(len(paths))))
 
     def ping(self) -> bool:
         """Whether the daemon's serving loop answers."""
@@ -207,6 +211,10 @@ class Path(KeyPath):
         from page number `page` on goes first. Raises bad_request.
         """
         self.cache.client.attempt(self._hinting(what, seconds, page), None)
+
+    def push(self, to: str) -> None:
+        """Give the peer `to` the pages that are here, and the rest as it is committed."""
+        self.cache.client.attempt(self._pushing(to), None)
 
     def close(self) -> None:
         """Drop the daemon's handle; matching again makes a new one."""

@@ -1,4 +1,4 @@
-"""The dashboard's routes: the page itself, what it shows as JSON, and pins, which take the operator's token to change.
+"""The dashboard's routes: the page, what it shows as JSON, and pins and routing, which take the operator's token.
 
 Only loopback reaches it, which on a host with several users is not enough: numbers anybody may see, while token ids of
 prompts, and every change, need the token in a file beside the admin socket, of its owner alone.
@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
@@ -40,6 +41,7 @@ HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 MAX_BODY: Final = 4096
+MAX_PROMPT: Final = 16 << 20
 NAMES: Final = {"127.0.0.1", "localhost", "[::1]"}
 R = TypeVar("R", bound=wire.Message)
 _log = logging.getLogger("kvtier.http")
@@ -60,6 +62,15 @@ class NewPin(msgspec.Struct, forbid_unknown_fields=True):
     chain: str
     ttl_s: float = 3600.0
     priority: int = 50
+
+
+class Asked(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of POST /v1/route."""
+
+    tokens: list[int]
+    cache: str = ""
+    """Beginning of the cache's id; may be left out where there is one token cache."""
+    session: str = ""
 
 
 def new_token(folder: Path, page: str) -> str:
@@ -117,6 +128,7 @@ class Dashboard:
         app.router.add_get("/v1/pins", self._pins)
         app.router.add_post("/v1/pins", self._pin)
         app.router.add_delete("/v1/pins/{pin}", self._unpin)
+        app.router.add_post("/v1/route", self._route)
 
     async def watch(self) -> None:
         """Read the counters now and then, for as long as the task lives."""
@@ -136,9 +148,7 @@ class Dashboard:
 
     def _demand(self, request: web.Request) -> None:
         if not self._trusted(request):
-            raise KvtierError(
-                Code.FORBIDDEN, "changes take the token that `kvtierctl dashboard` prints", "Authorization"
-            )
+            raise KvtierError(Code.FORBIDDEN, "this takes the token that `kvtierctl dashboard` prints", "Authorization")
 
     async def _file(self, request: web.Request) -> web.Response:
         name, kind = FILES[request.path]
@@ -181,6 +191,16 @@ class Dashboard:
         except (msgspec.MsgspecError, ValueError) as exc:
             raise bad("body", f"a pin as JSON ({exc})") from None
         return web.json_response(await self._asked(wire.Pin(of, new.ttl_s, new.priority)))
+
+    async def _route(self, request: web.Request) -> web.Response:
+        """Hosts for a prompt, the cheapest first. What is cached of it is not for everybody: it takes the token."""
+        self._demand(request)
+        try:
+            asked = msgspec.json.decode(await request.read(), type=Asked)
+            of = wire.Prompt(asked.cache, array("i", asked.tokens).tobytes())
+        except (msgspec.MsgspecError, OverflowError) as exc:
+            raise bad("body", f"tokens, cache and session as JSON ({exc})") from None
+        return web.json_response(await self._asked(wire.Route(of, asked.session)))
 
     async def _unpin(self, request: web.Request) -> web.Response:
         self._demand(request)

@@ -29,7 +29,7 @@ class Daemon:
         self.socket = home / "kvtierd.sock"
         self.log = home / "kvtierd.log"
         self._sizes = (host, disk)
-        self._flags = ["--http-port=0", *flags]
+        self.flags = ["--http-port=0", *flags]
         self._env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -40,7 +40,7 @@ class Daemon:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "kvtier.daemon", *flags, f"--disk-path={self.home / 'disk'}", *self._flags],
+                [sys.executable, "-m", "kvtier.daemon", *flags, f"--disk-path={self.home / 'disk'}", *self.flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment | self._env, cwd=self.home,
             )  # fmt: skip
         deadline = time.monotonic() + START_S

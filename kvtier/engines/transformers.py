@@ -228,9 +228,9 @@ class Attached:
 
     def _read(self, path: Path) -> Any:
         """The cached pages of a path: uint8, [pages, item_bytes]. One that is lost or wrong ends them."""
-        if not path.pages:
+        if not (path.pages or path.asking):
             return torch.empty((0, self.layout.group.item_bytes), dtype=torch.uint8)
-        with path.acquire(path.pages) as lease:
+        with path.acquire(-1 if path.asking else path.pages) as lease:
             rows = torch.empty((lease.pages, self.layout.group.item_bytes), dtype=torch.uint8)
             pages = 0
             while pages < lease.pages and lease.read(0, pages, rows[pages].numpy()):

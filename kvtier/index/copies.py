@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,16 @@ class Dropped(NamedTuple):
     tier: int
     group: int
     handles: array[int]
+
+
+class Watch(Protocol):
+    """Is told which pages of the first anchor group a tier gained and lost."""
+
+    def stored(self, index: Any, node: Node, tier: int, lo: int, hi: int) -> None:
+        """Pages [lo, hi) of a node have a copy in the tier."""
+
+    def lost(self, index: Any, node: Node, tier: int, lo: int, hi: int) -> None:
+        """Pages [lo, hi) of a node have none any more."""
 
 
 class Copies:
@@ -46,6 +56,7 @@ class Copies:
         """Whose leaves these are in the orders: 0, or the number of a quota."""
         self.held = [[0] * self.groups for _ in range(TIERS)]
         """Copies by tier and group."""
+        self.watch: Watch | None = None
         self.version = 0
         """Grows with whatever changes in nodes or copies."""
         self.copies = [0] * TIERS
@@ -83,6 +94,8 @@ class Copies:
         if kept is None:
             kept = node.sums[group] = array("Q", bytes(8 * node.pages))
         end = at + len(handles)
+        if self.watch is not None and group == self.anchors[0]:
+            self._announce(node, tier, at, handles)
         if isinstance(handles, array) and isinstance(sums, array) and _HOLE not in handles.tobytes():
             assert held[at:end].tobytes() == _HOLE * len(handles), "copy overwritten"
             held[at:end], kept[at:end] = handles, sums
@@ -99,6 +112,16 @@ class Copies:
         if gained:
             self.held[tier][group] += gained
             self._gain(node, tier, at, end, gained)
+
+    def _announce(self, node: Node, tier: int, at: int, handles: Sequence[int]) -> None:
+        """Tell the watch of each stretch of new copies."""
+        assert self.watch is not None
+        first = at
+        for position, handle in enumerate([*handles, NO_COPY], at):
+            if handle == NO_COPY:
+                if first < position:
+                    self.watch.stored(self, node, tier, first, position)
+                first = position + 1
 
     def move(self, node: Node, at: int, tier: int, group: int, handle: int) -> int:
         """Replace one copy by another in the same tier (relocation); returns the old handle."""
@@ -132,6 +155,8 @@ class Copies:
                 continue
             gone = array("q", [h for h in held[lo:hi] if h != NO_COPY])
             if gone:
+                if self.watch is not None and group == self.anchors[0]:
+                    self.watch.lost(self, node, tier, lo, hi)
                 held[lo:hi] = blank(hi - lo)
                 lost += len(gone)
                 self.held[tier][group] -= len(gone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +28,7 @@ WHOLE = 1 << 63
 class Path:
     """A request handle: the page keys of one request so far. Pins nothing."""
 
-    __slots__ = ("cache", "keys", "prefill", "request", "session", "used")
+    __slots__ = ("asked", "asked_bytes", "cache", "keys", "prefill", "request", "session", "used")
 
     def __init__(self, cache: Cache, request: str, session: str = "") -> None:
         self.cache = cache
@@ -38,6 +39,9 @@ class Path:
         """Tokens a second that the engine computes; 0: it did not say."""
         self.used = False
         """Whether the index has counted it."""
+        self.asked: asyncio.Task[None] | None = None
+        """The latest question to peers for the rest of it, and of how many bytes of keys."""
+        self.asked_bytes = 0
 
 
 class Lease:
@@ -91,6 +95,9 @@ class Process:
 
 class Instance:
     """One engine: its processes share leases, reservations, regions and caps."""
+
+    guest = False
+    """Whether it stands for other hosts: what it brings is not pushed on."""
 
     def __init__(self, name: str, scope: str, cap_bytes: int) -> None:
         self.name = name

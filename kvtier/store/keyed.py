@@ -51,6 +51,9 @@ class Keys:
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
         if names and process.instance.polls.first(cache.number, names, self.parts.now()):
             self._count(cache, states)
+        peers = self.parts.peers
+        if peers is not None and Presence.MISS in states and (shared := peers.shared(cache)) is not None:
+            states = peers.keys.look(cache, shared, names, states)
         return Existence(states)
 
     def _count(self, cache: Cache, states: bytes) -> None:
@@ -84,6 +87,28 @@ class Keys:
         if not self.parts.host.budget_bytes:  # nothing can be where an engine could read it
             nowhere: list[Node | None] = [None] * len(names)
             return self._grant(instance, Lease(cache, [], len(names), 0, group), nowhere)
+        peers = self.parts.peers
+        if peers is not None and (away := peers.keys.wanted(cache, names)):
+            return self._acquire_away(instance, cache, names, away, deadline)
+        return self._acquire_here(instance, cache, names, group, deadline)
+
+    async def _acquire_away(
+        self, instance: Instance, cache: Cache, names: list[bytes], away: dict[str, list[bytes]], deadline: float
+    ) -> Acquired:
+        """Let peers' keys come first. Every name has its group in front."""
+        peers = self.parts.peers
+        shared = None if peers is None else peers.shared(cache)
+        if peers is not None and shared is not None:
+            await peers.keys.bring(cache, shared, away, deadline)
+        if instance.gone:
+            return Acquired(0, 0)
+        reply = self._acquire_here(instance, cache, names, names[0][0], deadline)
+        return reply if isinstance(reply, Acquired) else await reply
+
+    def _acquire_here(
+        self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
+    ) -> Acquired | Awaitable[Acquired]:
+        """Lease what is here now."""
         lease, nodes = self.hold(instance, cache, names, group)
         if not self.missing(cache, nodes, group):
             return self._grant(instance, lease, nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from typing import TYPE_CHECKING
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
 from kvtier.index import Node, Order
@@ -24,6 +25,10 @@ from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import Code, KvtierError, Tier, bad
+
+if TYPE_CHECKING:
+    from kvtier.events.feed import Feed
+    from kvtier.store.peers import Peers
 
 SLICE_S = 1e-3
 """Long work on the loop lets others go first this often."""
@@ -47,6 +52,10 @@ class Parts:
         self.space = Space(host, self.persist, self.mover, self.ways)
         self.loads = Loads(disk, self.mover, self.space, self.counts)
         self.links = Links()
+        self.feed: Feed | None = None
+        """Announces what is cached, where somebody is to hear it."""
+        self.peers: Peers | None = None
+        """Other hosts, where some are configured."""
         self.caches: dict[int, Cache] = {}
         self.ids: dict[bytes, Cache] = {}
         self.epochs: dict[bytes, int] = {}
@@ -93,6 +102,8 @@ class Parts:
         self.caches[cache.number] = self.ids[cache.id] = cache
         self.space.caches[cache.index] = self.persist.caches[cache.index] = cache
         self.epochs[cache.base] = max(epoch, self.epochs.get(cache.base, 0))
+        if self.feed is not None and self.feed.tells(spec):
+            self.feed.follow(cache.index)
         return cache
 
     def opened(self, process: Process, number: int) -> Cache:
@@ -142,6 +153,8 @@ class Parts:
                 del self.caches[cache.number], self.ids[cache.id]
                 del self.space.caches[index], self.persist.caches[index]
                 self.persist.evictions.forget(index)
+                if self.feed is not None:
+                    self.feed.drop(index)
         scopes = {instance.scope for instance in self.instances.values()}
         self.space.forget(self.host.idle({cache.pool for cache in self.caches.values()}, scopes))
         known = {cache.base for cache in self.caches.values()}

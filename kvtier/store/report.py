@@ -6,6 +6,7 @@ import heapq
 import itertools
 import os
 import time
+from collections import Counter
 from typing import Any
 
 import psutil
@@ -21,6 +22,8 @@ from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of
 from kvtier.store.requests import MOST_REQUESTS
 from kvtier.store.slices import popped, sliced
+from kvtier.tiers.pool import HostPool
+from kvtier.tiers.slab import SlotState
 from kvtier.types import Tier, bad
 
 MOST_NODES = 10_000
@@ -99,6 +102,8 @@ class Report:
                 },
                 "bytes_s": rates(parts.counts),
                 "checked": self.checkup.last.data() if self.checkup.last else {},
+                "slots": dict(sum((_states(pool) for pool in parts.host.pools), Counter())),
+                "peers": [] if parts.peers is None else parts.peers.tier.status(),
                 "counters": dict(parts.counts),
             }
         )
@@ -122,10 +127,12 @@ class Report:
                 "leases": sum(len(i.leases) for i in held),
                 "reservations": sum(len(i.reservations) for i in held),
                 "held_bytes": sum(i.held_bytes for i in held),
+                "peers": [] if parts.peers is None else parts.peers.tier.status(),
                 "queues": {
                     "mover_jobs": parts.mover.running,
                     "disk_pages": parts.persist.queued_pages,
                     "loads": len(parts.loads.moving),
+                    "pushes": 0 if parts.peers is None else parts.peers.pushes.waiting,
                     "reservations_waiting": len(parts.waiting),
                 },
                 "eviction_batches": parts.persist.evictions.batches(),
@@ -189,6 +196,14 @@ async def _latest(node: Node, most: int) -> list[Node]:
         elif child.time > found[0][0]:
             heapq.heapreplace(found, (child.time, number, child))
     return [child for _, _, child in sorted(found)]
+
+
+def _states(pool: HostPool) -> Counter[str]:
+    """Slots of a pool by state, those that are not free."""
+    counted: Counter[str] = Counter()
+    for counts in pool.counts():
+        counted.update({state.name.lower(): n for state, n in counts.items() if n and state != SlotState.FREE})
+    return counted
 
 
 def _row(cache: Cache) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier import wire
 from kvtier.identity import base_id
+from kvtier.peer.base import PeerTier
 from kvtier.policy.quota import Rule
 from kvtier.store import curves
 from kvtier.store.cache import Cache
@@ -21,11 +22,14 @@ from kvtier.store.imports import Imports
 from kvtier.store.instance import Instance, Process
 from kvtier.store.keyed import Keys
 from kvtier.store.operate import Operate
+from kvtier.store.ordering import Ordering
 from kvtier.store.parts import Parts
+from kvtier.store.peers import Peers
 from kvtier.store.persist import flush_error
 from kvtier.store.pins import Pins
 from kvtier.store.regions import Regions
 from kvtier.store.report import Report
+from kvtier.store.routing import Routing
 from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.upkeep import Upkeep
@@ -82,6 +86,8 @@ class Store:
             wire.Acquire: self.tokens.acquire,
             wire.Release: self.tokens.release,
             wire.Forget: self.tokens.forget,
+            wire.Order: Ordering(self.parts.mover).order,
+            wire.Push: self.push,
             wire.Prefetch: self.tokens.prefetch,
             wire.Hint: Hints(self.parts).hint,
             wire.Reserve: self.tokens.reserve,
@@ -111,6 +117,7 @@ class Store:
             wire.Evict: operate.evict,
             wire.Remove: operate.remove,
             wire.Purge: operate.purge,
+            wire.Route: Routing(self.parts).route,
             wire.Flush: self.flush_all,
             wire.DiskUsage: upkeep.usage,
             wire.DiskScrub: upkeep.read_all,
@@ -135,7 +142,13 @@ class Store:
             self._background.append(loop.create_task(self.scrub.run(self._scrub_bytes_s)))
         if self.parts.disk is not None:
             self._background.append(loop.create_task(self.parts.warmth.run()))
+        if self.parts.peers is not None:
+            self.parts.peers.start()
         return self.loading
+
+    def join_fleet(self, tier: PeerTier) -> None:
+        """Bring pages from other hosts and push to them; before `start`."""
+        self.parts.peers = Peers(self.parts, self.tokens, self.keys, self.commits, tier, self.cap_bytes)
 
     def cap(self, share: float) -> None:
         """The share of host that an instance may hold, from now on; what is held beyond it stays."""
@@ -233,6 +246,8 @@ class Store:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
         self.loading.cancel()
+        if self.parts.peers is not None:
+            await self.parts.peers.close()
         self.visits.close()
         for task in self._background:
             task.cancel()
@@ -294,6 +309,16 @@ class Store:
         process.instance.inherit(old.number, cache.number)
         self.parts.prune()
         return self._opened(process, cache)
+
+    def push(self, process: Process, msg: wire.Push) -> wire.Ok:
+        """Give a peer a request's pages, as they are committed; raises bad_request, unknown."""
+        path = process.instance.path(msg.handle)
+        if path.cache.spec.keyed:
+            raise bad("handle", "a request of a token cache", msg.handle)
+        if self.parts.peers is None:
+            raise KvtierError(Code.UNKNOWN, "this daemon has no peers", "to")
+        self.parts.peers.pushes.wish(path.cache, path.keys, msg.to)
+        return wire.Ok()
 
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
         """Wait until what was committed is durable; raises no_space or io where it is not."""

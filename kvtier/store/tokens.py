@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import bisect
 import time
 from array import array
@@ -88,11 +89,17 @@ class Tokens:
         if first:
             self.parts.ways.curves.note(cache, path.keys)
             misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
+        asking = self._ask(path, found)
         if not path.prefill:
-            return Matched(number, found.pages, parts, found.pending)
+            return Matched(number, found.pages, parts, found.pending, asking=asking)
         self.parts.links.need(self.parts.mover)
         verdict = self.parts.links.judge(cache, parts, path.prefill)
-        return Matched(number, found.pages, parts, found.pending, *verdict)
+        return Matched(number, found.pages, parts, found.pending, *verdict, asking=asking)
+
+    def _ask(self, path: Path, found: Found) -> bool:
+        """Whether peers are being asked for the rest of a path, which somebody here does not compute already."""
+        peers = self.parts.peers
+        return peers is not None and not found.pending and peers.asking(path, found.pages) is not None
 
     def _use(self, path: Path, found: Found) -> Node:
         """One request counts once, however often it polls; returns the node that the match ends in."""
@@ -115,6 +122,7 @@ class Tokens:
         """Start loading what of the handle's match is not in host, and do not wait."""
         path = process.instance.path(msg.handle)
         found = path.cache.radix.match(path.keys, self.parts.now())
+        self._ask(path, found)
         if found.pages:
             index = path.cache.radix
             node = index.ending_at(found.node, found.pages)
@@ -128,7 +136,30 @@ class Tokens:
         """Lease a match; waits only when something must come from disk."""
         path = process.instance.path(msg.handle)
         deadline = self.parts.deadline(msg.wait_ms)
-        pages = self._worth(path) if path.prefill and msg.pages < 0 else msg.pages
+        asked = path.asked
+        if asked is not None and not asked.done() and self._wants_more(path, msg.pages):
+            return self._acquire_asked(process, path, msg.pages, asked, deadline)
+        return self._acquire(process, path, msg.pages, deadline)
+
+    def _wants_more(self, path: Path, pages: int) -> bool:
+        """Whether somebody who asks for `pages` pages is not served by what is here."""
+        return pages < 0 or pages > path.cache.radix.match(path.keys, self.parts.now()).pages
+
+    async def _acquire_asked(
+        self, process: Process, path: Path, pages: int, asked: asyncio.Task[None], deadline: float
+    ) -> Acquired:
+        """Wait for what peers have first, and then serve what is here."""
+        left = deadline - asyncio.get_running_loop().time()
+        await asyncio.wait([asked], timeout=max(0.0, left))
+        if process.instance.gone:
+            return Acquired(0, 0)
+        reply = self._acquire(process, path, pages, deadline)
+        return reply if isinstance(reply, Acquired) else await reply
+
+    def _acquire(self, process: Process, path: Path, pages: int, deadline: float) -> Acquired | Awaitable[Acquired]:
+        """Lease what matches now; where the engine said how fast it computes, no more than is loaded sooner."""
+        if path.prefill and pages < 0:
+            pages = self._worth(path)
         held = self._hold(process.instance, path, pages) if pages else None
         if held is None:
             return Acquired(0, 0)

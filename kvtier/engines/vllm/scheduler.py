@@ -128,7 +128,7 @@ class Scheduler:
         with asked.lock:
             self._extend(asked, pages)
             path, until = asked.path, time.monotonic() + PENDING_S
-            while path.pages < pages and path.pending and time.monotonic() < until:
+            while path.pages < pages and (path.pending or path.asking) and time.monotonic() < until:
                 time.sleep(POLL_S)
                 path.extend()
             limit = min(path.pages, pages)

@@ -1,0 +1,156 @@
+"""Sends events over ZMQ in a thread of its own, in vLLM's format, keeps the latest for replay.
+
+PUB: three frames, the topic (empty), the number of the batch (8 bytes, big-endian, from 0 in each life of the daemon)
+and MessagePack of [time, events, rank]. ROUTER: a request is the first number wanted, the answer every kept batch from
+there as (number, batch), then the number -1. Who asks for batches that are not kept any more gets what is kept, and
+everything is announced anew on PUB.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvtier.events.feed import Cleared, Event, Removed, Stored
+from kvtier.identity import CHAIN_BYTES
+
+KEPT: Final = 10_000
+"""Batches that can be replayed."""
+BACKLOG: Final = 4096
+"""Batches that wait for the thread; beyond that the rest is dropped, and everything is announced anew."""
+END: Final = (-1).to_bytes(8, "big", signed=True)
+_log = logging.getLogger("kvtier.events")
+
+
+class Publisher:
+    """Two sockets and the thread that has them."""
+
+    def __init__(self, publish: str, replay: str, announce: Callable[[], None]) -> None:
+        """Bind the endpoints (`replay` may be empty); `announce()` asks for everything anew. Raises zmq.ZMQError."""
+        self._context = zmq.Context()
+        self._announce = announce
+        self._batches: deque[tuple[float, list[Event]]] = deque()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+        self._next = 0
+        self._lost = False
+        self._closing = False
+        try:
+            self._out = self._bound(zmq.PUB, publish)
+            self._replay = self._bound(zmq.ROUTER, replay) if replay else None
+            self._bell = self._bound(zmq.PULL, "inproc://bell")
+            self._ring = self._context.socket(zmq.PUSH)
+            self._ring.connect("inproc://bell")
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="kvtier-events", daemon=True)
+        self._thread.start()
+
+    def _bound(self, kind: int, endpoint: str) -> Any:
+        sock = self._context.socket(kind)
+        sock.linger = 0
+        if kind == zmq.PUB:
+            sock.sndhwm = BACKLOG
+        sock.bind(endpoint)
+        return sock
+
+    def send(self, when: float, events: list[Event]) -> None:
+        """Take a batch; never waits."""
+        if len(self._batches) >= BACKLOG:
+            self._lost = True
+            return
+        self._batches.append((when, events))
+        self._wake()
+
+    def _wake(self) -> None:
+        try:
+            self._ring.send(b"", zmq.NOBLOCK)
+        except zmq.Again:
+            return  # it rings already
+
+    def close(self) -> None:
+        """Send what waits and end."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+        self._ring.close()
+        self._context.destroy(linger=0)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for sock in filter(None, (self._bell, self._replay)):
+            poller.register(sock, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._bell in ready:
+                self._bell.recv()
+                self._publish()
+                if self._closing:
+                    return
+            if self._replay in ready:
+                self._answer()
+
+    def _publish(self) -> None:
+        """Number, keep and send every batch that waits."""
+        while self._batches:
+            when, events = self._batches.popleft()
+            payload = encode(when, events)
+            self._kept.append((self._next, payload))
+            self._out.send_multipart((b"", self._next.to_bytes(8, "big"), payload))
+            self._next += 1
+        if self._lost:
+            self._lost = False
+            _log.warning("events were dropped; everything is announced anew")
+            self._announce()
+
+    def _answer(self) -> None:
+        """Replay from a number on; a request that is no number is ignored."""
+        assert self._replay is not None
+        who, *_, asked = self._replay.recv_multipart()
+        if len(asked) != 8:
+            return
+        first = int.from_bytes(asked, "big")
+        if first > self._next or (self._kept and first < self._kept[0][0]):
+            self._announce()
+        for number, payload in list(self._kept):
+            if number >= first:
+                self._replay.send_multipart((who, b"", number.to_bytes(8, "big"), payload))
+        self._replay.send_multipart((who, b"", END, b""))
+
+
+def encode(when: float, events: list[Event]) -> bytes:
+    """One batch as vLLM packs it."""
+    return msgspec.msgpack.encode([when, [_packed(event) for event in events], 0])
+
+
+def _packed(event: Event) -> dict[str, Any]:
+    if isinstance(event, Cleared):
+        return {"type": "AllBlocksCleared"}
+    if isinstance(event, Removed):
+        return {"type": "BlockRemoved", "block_hashes": _hashes(event.chains), "medium": event.medium}
+    assert isinstance(event, Stored)
+    return {
+        "type": "BlockStored",
+        "block_hashes": _hashes(event.chains),
+        "parent_block_hash": _hashes(event.parent)[0] if event.parent else None,
+        "token_ids": np.frombuffer(event.keys, "<i4").tolist(),
+        "block_size": event.page_tokens,
+        "lora_id": None,
+        "medium": event.medium,
+        "lora_name": None,
+    }
+
+
+def _hashes(chains: bytes) -> list[int]:
+    """Names of pages as numbers: the first 8 bytes of their chain keys."""
+    found: list[int] = np.frombuffer(chains, "<u8")[:: CHAIN_BYTES // 8].tolist()
+    return found

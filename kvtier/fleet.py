@@ -1,0 +1,146 @@
+"""Puts a daemon into a fleet, where its settings say so: peers to ask, the port they ask on, events for routers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvtier.events.feed import Feed
+from kvtier.peer.direct import Direct
+from kvtier.peer.secrets import read
+from kvtier.server.home import Home
+from kvtier.store import Store
+from kvtier.types import Code, KvtierError, bad
+
+MAX_NODES: Final = 1024
+_log = logging.getLogger("kvtier.peer")
+
+
+class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Other hosts."""
+
+    nodes: str = ""
+    """All hosts of the fleet, this one too, the same list everywhere: `a=10.0.0.1:9478,b=10.0.0.2:9478`; empty: no
+    peers."""
+    name: str = ""
+    """Which of them this host is."""
+    listen: str = ""
+    """Where peers are served, as host:port; empty: this host's address in the list."""
+    secrets: str = ""
+    """File with the fleet's key and one secret per trust scope that is shared; readable by its owner only."""
+    replicas: int = 2
+    """Hosts that get each prompt's pages."""
+    deadline_ms: int = 200
+    """How long a peer may take to answer; a transfer has that and the time of its bytes at 32 MiB/s."""
+
+    def check(self) -> None:
+        """Raise bad_request naming the first setting that cannot be served."""
+        if not self.nodes:
+            return
+        nodes = nodes_of(self.nodes)
+        if self.name not in nodes:
+            raise bad("peers.name", f"one of {', '.join(nodes)}", self.name)
+        if self.listen:
+            _address("peers.listen", self.listen)
+        if not self.secrets:
+            raise bad("peers.secrets", "a file: peers are served to nobody without a key")
+        if not 1 <= self.replicas <= 16:
+            raise bad("peers.replicas", "1..16", self.replicas)
+        if not 1 <= self.deadline_ms <= 60_000:
+            raise bad("peers.deadline_ms", "1..60000", self.deadline_ms)
+
+
+class Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV events for routers, in vLLM's format over ZMQ (extra `events`)."""
+
+    publish: str = ""
+    """Where they are published, such as tcp://127.0.0.1:5557; this host only, for nothing guards it. Empty: nowhere."""
+    replay: str = ""
+    """Where missed ones can be asked for, such as tcp://127.0.0.1:5558."""
+    model: str = ""
+    """Announce only caches of this model; empty: all. Caches with a salt or an adapter are never announced."""
+
+    def check(self) -> None:
+        """Raise bad_request naming the first setting that cannot be served."""
+        for field, text in (("events.publish", self.publish), ("events.replay", self.replay)):
+            if text and not text.startswith(("tcp://127.0.0.1:", "tcp://[::1]:", "ipc://")):
+                raise bad(field, "tcp://127.0.0.1:port or ipc://path", text)
+        if self.replay and not self.publish:
+            raise bad("events.publish", "an endpoint, where there is one for replays")
+
+
+def announce(store: Store, config: Events) -> Callable[[], None] | None:
+    """Announce what is cached from now on, before the store starts; what ends it. None where nothing is published.
+
+    Raises KvtierError where pyzmq is missing or an endpoint cannot be had.
+    """
+    if not config.publish:
+        return None
+    try:
+        import zmq  # noqa: PLC0415 - an extra
+
+        from kvtier.events.publish import Publisher  # noqa: PLC0415
+    except ImportError:
+        raise bad("events.publish", "an environment with pyzmq (pip install 'kvtier[events]')") from None
+    loop = asyncio.get_running_loop()
+
+    def again() -> None:
+        loop.call_soon_threadsafe(feed.announce)
+
+    try:
+        sender = Publisher(config.publish, config.replay, again)
+    except zmq.ZMQError as exc:
+        raise KvtierError(Code.IO, f"{config.publish}, {config.replay}: {exc}", "events") from None
+    feed = Feed(sender.send, config.model)
+    feed.announce()
+    store.parts.feed = feed
+
+    def end() -> None:
+        feed.flush()
+        sender.close()
+
+    return end
+
+
+def nodes_of(text: str) -> Mapping[str, tuple[str, int]]:
+    """Addresses by name of a list `name=host:port,...`; raises bad_request."""
+    found: dict[str, tuple[str, int]] = {}
+    for part in text.split(","):
+        name, equals, where = part.strip().partition("=")
+        if not equals or not name or name in found:
+            raise bad("peers.nodes", "name=host:port,... with each name once", part)
+        found[name] = _address("peers.nodes", where)
+    if len(found) > MAX_NODES:
+        raise bad("peers.nodes", f"at most {MAX_NODES} hosts", len(found))
+    return found
+
+
+def _address(field: str, text: str) -> tuple[str, int]:
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise bad(field, "host:port", text)
+    return host.strip("[]"), int(port)
+
+
+def join(store: Store, config: Peers) -> Home | None:
+    """Give the store its peers; the Home that is to be started with the server. None where no fleet is configured.
+
+    Raises KvtierError for secrets that cannot be used, OSError for an address that cannot be had.
+    """
+    if not config.nodes:
+        return None
+    nodes, secrets = nodes_of(config.nodes), read(Path(config.secrets))
+    deadline_s = config.deadline_ms / 1000
+    tier = Direct(
+        nodes, config.name, secrets, replicas=config.replicas, deadline_s=deadline_s, counts=store.parts.counts
+    )
+    address = _address("peers.listen", config.listen) if config.listen else nodes[config.name]
+    home = Home(store, secrets, address, deadline_s)
+    store.join_fleet(tier)
+    _log.info("peer %s of %d, served on %s:%d", config.name, len(nodes), address[0], home.port)
+    return home

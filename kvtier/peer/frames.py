@@ -1,0 +1,273 @@
+"""What daemons say to each other, as structs, and the frames that carry it.
+
+A frame is the length of its body (u32, little-endian), the body (one MessagePack map), and 16 bytes of HMAC-SHA256
+over the number of the frame in its direction, the length and the body. So a frame that was altered, repeated, left
+out, reordered or taken from another connection ends the connection. Bytes of pages follow the frame that announces
+them, outside of it; off loopback an HMAC over them follows too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from typing import Final, TypeVar
+
+import msgspec
+
+from kvtier.identity import CacheSpec
+from kvtier.peer.base import Pick
+from kvtier.peer.secrets import derive
+from kvtier.types import Code, KvtierError, bad
+
+VERSION: Final = 1
+NONCE_BYTES: Final = 16
+MAC_BYTES: Final = 16
+SEAL_BYTES: Final = 32
+LENGTH: Final = struct.Struct("<I")
+MAX_HELLO: Final = 512
+"""A body before the other side has shown that it has the key."""
+MAX_BODY: Final = 16 << 20
+MAX_ITEMS: Final = 1 << 16
+T = TypeVar("T")
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, tag_field="t"):
+    """Base of every body."""
+
+
+class Knock(Message, tag=1):
+    """First frame, without a key: who connects draws a nonce."""
+
+    version: int
+    nonce: bytes
+    sealed: bool
+    """Whether an HMAC follows the bytes of pages."""
+
+
+class Challenge(Message, tag=2):
+    """Its answer, without a key: the other nonce, which life of the daemon answers, and a proof that it has the key."""
+
+    nonce: bytes
+    incarnation: bytes
+    proof: bytes
+
+
+class Ping(Message, tag=3):
+    """Answered with Done by the serving loop."""
+
+
+class Done(Message, tag=4):
+    """Yes."""
+
+
+class Refused(Message, tag=5):
+    """No, and the connection goes on: `code` is one of types.Code."""
+
+    code: str
+    message: str
+
+
+class Use(Message, tag=6):
+    """Shows that the asker holds the secret of a cache; later frames name it by `cache`."""
+
+    cache: bytes
+    spec: CacheSpec
+    key_id: bytes
+    proof: bytes
+
+
+class Find(Message, tag=7):
+    """How much of a path of page keys is there; the connection keeps the path."""
+
+    cache: bytes
+    keys: bytes
+
+
+class Found(Message, tag=8):
+    """The first `pages` pages can be fetched."""
+
+    pages: int
+
+
+class Fetch(Message, tag=9):
+    """Items of the path that was found last."""
+
+    picks: tuple[Pick, ...]
+
+
+class Load(Message, tag=10):
+    """Announces items whose bytes follow, in the order of the picks.
+
+    `sums`: the xxh3-64 of each, u64 little-endian. `echo` names the path as the sender's tree has it.
+    """
+
+    picks: tuple[Pick, ...]
+    sums: bytes
+    nbytes: int
+    echo: bytes
+
+
+class Offer(Message, tag=11):
+    """The asker has a path, and `spare` of its window and state groups. Answered with Wanted, or Refused."""
+
+    cache: bytes
+    keys: bytes
+    spare: tuple[Pick, ...] = ()
+    group: int = 0
+    """Of a keyed cache's keys."""
+
+
+class More(Message, tag=12):
+    """What is wanted of the offered path now; an offered path is kept by the connection."""
+
+
+class Wanted(Message, tag=13):
+    """Reserved here: the asker sends these items in a Load (or fewer, from the front). None: all is there."""
+
+    picks: tuple[Pick, ...] = ()
+
+
+class Stored(Message, tag=14):
+    """Pages that are served now of those that the Load brought."""
+
+    pages: int
+
+
+class Have(Message, tag=17):
+    """Which keys of a keyed cache are there; the connection keeps them, and Fetch names them by position."""
+
+    cache: bytes
+    group: int
+    keys: bytes
+
+
+class Has(Message, tag=18):
+    """A byte per key: 1 where it can be fetched."""
+
+    have: bytes
+
+
+class Weigh(Message, tag=15):
+    """What a path would cost there."""
+
+    cache: bytes
+    keys: bytes
+
+
+class Weighed(Message, tag=16):
+    """Pages of the path by the fastest tier that has them, and the load, in pages."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    backlog: int = 0
+    decode: int = 0
+    requests: int = 0
+
+
+Any = (
+    Knock
+    | Challenge
+    | Ping
+    | Done
+    | Refused
+    | Use
+    | Find
+    | Found
+    | Fetch
+    | Load
+    | Offer
+    | More
+    | Wanted
+    | Stored
+    | Weigh
+    | Weighed
+    | Have
+    | Has
+)
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Any, strict=True)
+
+
+def encode(message: Message) -> bytes:
+    """Length and body."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_BODY:
+        raise bad("body", f"at most {MAX_BODY} bytes", len(body))
+    return LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """The struct of a body; raises bad_request."""
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+        raise KvtierError(Code.BAD_REQUEST, f"not a peer's frame: {exc}") from None
+
+
+class Refusal(KvtierError):  # noqa: N818 - it is the peer's answer, not a fault
+    """The peer understood and said no; the connection goes on."""
+
+
+def size_of(head: bytes | bytearray, most: int) -> int:
+    """Bytes of the body that follows; raises bad_request."""
+    size: int = LENGTH.unpack(head)[0]
+    if size > most:
+        raise KvtierError(Code.BAD_REQUEST, f"a frame of {size} bytes (at most {most})")
+    return size
+
+
+def expect(message: Message, kind: type[T]) -> T:
+    """A frame of that kind; raises the Refusal that came instead, bad_request for anything else."""
+    if isinstance(message, Refused) and not issubclass(Refused, kind):
+        code = Code(message.code) if message.code in set(Code) else Code.INTERNAL
+        raise Refusal(code, message.message[:200])
+    if not isinstance(message, kind):
+        raise KvtierError(Code.BAD_REQUEST, f"expected {kind.__name__}, got {type(message).__name__}")
+    return message
+
+
+class Session:
+    """The keys of one connection after both nonces are known, and how many frames went each way."""
+
+    def __init__(self, key: bytes, *, asker: bool) -> None:
+        ways = (derive(key, b"asker"), derive(key, b"answerer"))
+        self._out, self._in = ways if asker else ways[::-1]
+        self._sent = self._received = 0
+        self.id = derive(key, b"id")
+        self._answer = derive(key, b"challenge")
+
+    def challenge(self, incarnation: bytes) -> bytes:
+        """What the answerer proves with."""
+        return derive(self._answer, incarnation)
+
+    def close(self, message: Message) -> bytes:
+        """The next frame that is sent, whole."""
+        raw = encode(message)
+        return raw + self._sign(raw)
+
+    def open(self, head: bytes | bytearray, raw: bytes | bytearray) -> Message:
+        """The next frame that was received: its length, and its body with the MAC; raises forbidden, bad_request."""
+        body = bytes(raw[:-MAC_BYTES])
+        self._verify(bytes(head) + body, bytes(raw[-MAC_BYTES:]))
+        return decode(body)
+
+    def _sign(self, frame: bytes) -> bytes:
+        self._sent += 1
+        return hmac.digest(self._out, self._sent.to_bytes(8, "little") + frame, hashlib.sha256)[:MAC_BYTES]
+
+    def _verify(self, frame: bytes, mac: bytes) -> None:
+        """Raise forbidden unless this is the next frame that the other side sent."""
+        self._received += 1
+        expected = hmac.digest(self._in, self._received.to_bytes(8, "little") + frame, hashlib.sha256)[:MAC_BYTES]
+        if not hmac.compare_digest(expected, mac):
+            raise KvtierError(Code.FORBIDDEN, "a frame was not made with the fleet's key, or not for here and now")
+
+    def seal_out(self) -> hmac.HMAC:
+        """An HMAC for the bytes that follow the frame that was sent last."""
+        return hmac.new(self._out, b"bytes" + self._sent.to_bytes(8, "little"), hashlib.sha256)
+
+    def seal_in(self) -> hmac.HMAC:
+        """The same for those that follow the frame that was received last."""
+        return hmac.new(self._in, b"bytes" + self._received.to_bytes(8, "little"), hashlib.sha256)

@@ -1,0 +1,68 @@
+"""Lists of items as they travel: picks, their bytes, and the echo that names the path they belong to. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from kvtier.identity import CacheSpec
+from kvtier.peer.base import Pick, Place
+from kvtier.peer.frames import MAX_ITEMS
+from kvtier.types import RUN_PAGES, bad
+
+CHUNK_BYTES: Final = 16 << 20
+"""Pages go in pieces of about so much: a piece is served as soon as it is there, and is all that a failure costs."""
+
+
+def echo(cache: bytes, keys: bytes) -> bytes:
+    """Names a path of a cache: 16 bytes."""
+    return hashlib.blake2b(keys, digest_size=16, key=cache).digest()
+
+
+def chunk_pages(spec: CacheSpec) -> int:
+    """Pages that go in one piece."""
+    per_page = sum(group.item_bytes for group in spec.groups)
+    return max(1, min(RUN_PAGES, CHUNK_BYTES // per_page))
+
+
+def picks_of(places: Iterable[tuple[int, int]]) -> tuple[Pick, ...]:
+    """Picks of (group, page) pairs, which are grouped by group."""
+    groups: dict[int, list[int]] = {}
+    for group, page in places:
+        groups.setdefault(group, []).append(page)
+    return tuple(Pick(group, np.array(pages, "<i4").tobytes()) for group, pages in groups.items())
+
+
+def pages_of(pick: Pick) -> list[int]:
+    """Page numbers of a pick."""
+    found: list[int] = np.frombuffer(pick.pages, "<i4").tolist()
+    return found
+
+
+def items_of(spec: CacheSpec, picks: Sequence[Pick], pages: int) -> list[tuple[int, int]]:
+    """(group, page) of the picks, in order; raises bad_request for what cannot be items of a path of `pages` pages."""
+    out: list[tuple[int, int]] = []
+    for pick in picks:
+        if not 0 <= pick.group < len(spec.groups) or len(pick.pages) % 4:
+            raise bad("picks", f"int32 pages of groups 0..{len(spec.groups) - 1}", pick.group)
+        found = pages_of(pick)
+        if found and not (found[0] >= 0 and found[-1] < pages and all(a < b for a, b in itertools.pairwise(found))):
+            raise bad("picks", f"ascending pages 0..{pages - 1}")
+        out += [(pick.group, page) for page in found]
+    if len(out) > MAX_ITEMS or len({group for group, _ in out}) != sum(1 for p in picks if p.pages):
+        raise bad("picks", f"at most {MAX_ITEMS} items, each group once", len(out))
+    return out
+
+
+def nbytes_of(spec: CacheSpec, items: Iterable[tuple[int, int]]) -> int:
+    """Bytes of items."""
+    return sum(spec.groups[group].item_bytes for group, _ in items)
+
+
+def ordered(places: Sequence[Place]) -> list[Place]:
+    """Places in the order in which their picks name them."""
+    return sorted(places, key=lambda place: (place.group, place.page))

@@ -1,0 +1,199 @@
+"""One peer as this host sees it: its connections, whether it answers, which life of it, what it lacked a moment ago.
+
+A peer that did not answer once is asked nothing more until it answers a ping again: so a peer that hangs costs one
+deadline, not one a request. Pings go once a second, on a connection of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import Counter
+from typing import Any, Final
+
+from kvtier.peer import frames
+from kvtier.peer.base import Shared
+from kvtier.peer.frames import Refusal
+from kvtier.peer.pipe import Pipe
+from kvtier.peer.secrets import Secrets
+from kvtier.types import Code, KvtierError
+
+PING_S: Final = 1.0
+LACKS_S: Final = 1.0
+"""So long a peer's no is believed. Others may have given it the pages meanwhile."""
+MAX_LACKS: Final = 1 << 16
+FAULTS: Final = (OSError, EOFError, TimeoutError)
+
+_log = logging.getLogger("kvtier.peer")
+
+
+class Node:
+    """A peer. Owned by the loop thread."""
+
+    def __init__(
+        self,
+        name: str,
+        address: tuple[str, int],
+        secrets: Secrets,
+        *,
+        most: int,
+        deadline_s: float,
+        counts: Counter[str],
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.up = False
+        self.why = "not asked yet"
+        self.incarnation = b""
+        self.counts = counts
+        self._secrets = secrets
+        self._deadline_s = deadline_s
+        self._idle: list[Pipe] = []
+        self._room = asyncio.Semaphore(most)
+        """How many requests may be under way."""
+        self._lacks: dict[bytes, float] = {}
+        self._line: Pipe | None = None
+        """The connection of pings."""
+        self._watch: asyncio.Task[None] | None = None
+
+    # -- whether it answers ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to ping."""
+        self._watch = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._ping()
+            except (*FAULTS, KvtierError) as exc:
+                self._hang_up()
+                self.failed(exc)
+            await asyncio.sleep(PING_S)
+
+    async def _ping(self) -> None:
+        async with asyncio.timeout(self._deadline_s):
+            if self._line is None:
+                self._line = await self._connect()
+            await self._line.ask(frames.Ping(), frames.Done)
+        if not self.up:
+            _log.info("peer %s answers", self.name)
+        self.up, self.why = True, ""
+
+    def failed(self, exc: BaseException) -> None:
+        """It did not do what was asked: ask nothing more until it answers a ping."""
+        if self.up:
+            self.counts["peer_down"] += 1
+            _log.warning("peer %s is asked nothing until it answers again: %r", self.name, exc)
+        self.up, self.why = False, f"{type(exc).__name__}: {exc}"
+        while self._idle:
+            self._idle.pop().close()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    async def take(self, until: float) -> Pipe:
+        """A connection for one request, to be given back, by that loop time.
+
+        Raises what connecting raises, TimeoutError, and a Refusal where too many requests are under way.
+        """
+        try:
+            async with asyncio.timeout_at(until):
+                await self._room.acquire()
+        except TimeoutError:
+            self.counts["peer_busy"] += 1
+            raise Refusal(Code.BUSY, f"too many requests are under way to peer {self.name}") from None
+        try:
+            while self._idle:
+                pipe = self._idle.pop()
+                if _quiet(pipe.sock):
+                    return pipe
+                pipe.close()
+            async with asyncio.timeout_at(until):
+                return await self._connect()
+        except BaseException:
+            self._room.release()
+            raise
+
+    def give(self, pipe: Pipe, *, good: bool) -> None:
+        """Give a connection back; one that is not `good` is closed."""
+        self._room.release()
+        if good and self.up:
+            self._idle.append(pipe)
+        else:
+            pipe.close()
+
+    async def _connect(self) -> Pipe:
+        """A new connection; notices another life of the peer."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
+        family, kind, _, _, where = found[0]
+        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            await loop.sock_connect(sock, where)
+            pipe = Pipe(sock)
+            await pipe.knock(self._secrets)
+        except BaseException:
+            sock.close()
+            raise
+        if pipe.incarnation != self.incarnation:
+            if self.incarnation:
+                self.counts["peer_restarts"] += 1
+                _log.warning("peer %s was started again: what is known of it is forgotten", self.name)
+            self.incarnation = pipe.incarnation
+            self._lacks.clear()
+        return pipe
+
+    async def use(self, pipe: Pipe, shared: Shared) -> None:
+        """Show on this connection that this host holds the cache's secret."""
+        if shared.id in pipe.used or pipe.session is None:
+            return
+        proof = self._secrets.proof(shared.scope, pipe.session.id, shared.id)
+        await pipe.ask(frames.Use(shared.id, shared.spec, self._secrets.key_id(shared.scope), proof), frames.Done)
+        pipe.used.add(shared.id)
+
+    # -- what it lacked ----------------------------------------------------------------------------------------------
+
+    def lacks(self, name: bytes) -> bool:
+        """Whether it said a moment ago that it does not have that page."""
+        until = self._lacks.get(name)
+        return until is not None and asyncio.get_running_loop().time() < until
+
+    def note_lack(self, name: bytes) -> None:
+        """It does not have that page."""
+        if len(self._lacks) >= MAX_LACKS:
+            self._lacks.pop(next(iter(self._lacks)))
+        self._lacks.pop(name, None)
+        self._lacks[name] = asyncio.get_running_loop().time() + LACKS_S
+
+    def status(self) -> dict[str, Any]:
+        """For people."""
+        where = "{}:{}".format(*self.address)
+        return {"name": self.name, "address": where, "up": self.up, "why": self.why, "idle": len(self._idle)}
+
+    async def close(self) -> None:
+        """Ping no more and drop the connections."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        self._hang_up()
+        while self._idle:
+            self._idle.pop().close()
+
+
+def _quiet(sock: socket.socket) -> bool:
+    """Whether an idle connection is still open: nobody sends on one that nothing was asked on."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,94 @@
+"""Who may read what of other hosts: one key for the fleet, one secret per trust scope, and what follows from them.
+
+A file of lines `name secret`: the line `fleet` has the key by which connections are authenticated, every other line
+names a trust scope of this host (`uid:1000`, `uid:1000:label`) and the secret that the hosts share which may read it.
+A scope without a secret is shared with nobody. The same secret under different scope names on two hosts is one trust
+domain, so user ids need not agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import stat
+from pathlib import Path
+from typing import Final
+
+from kvtier.identity import CacheSpec, base_id
+from kvtier.peer.base import Shared
+from kvtier.types import Code, KvtierError, bad
+
+FLEET: Final = "fleet"
+MIN_SECRET: Final = 16
+KEY_ID_BYTES: Final = 8
+
+
+def derive(key: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 over length-prefixed parts."""
+    return hmac.digest(key, b"".join(len(part).to_bytes(8, "little") + part for part in parts), hashlib.sha256)
+
+
+class Secrets:
+    """The keys of this host. Never shown, never logged."""
+
+    def __init__(self, fleet: bytes, scopes: dict[str, bytes]) -> None:
+        self._fleet = fleet
+        self._scopes = scopes
+        self._names = {self.key_id(scope): scope for scope in scopes}
+
+    def __repr__(self) -> str:
+        return f"Secrets({len(self._scopes)} scopes)"
+
+    def session(self, mine: bytes, theirs: bytes) -> bytes:
+        """The key of one connection, from the nonces of who asked and who answered."""
+        return derive(self._fleet, b"kvtier peer session v1", mine, theirs)
+
+    def key_id(self, scope: str) -> bytes:
+        """Names the secret of a scope to peers without telling it."""
+        return derive(self._scopes[scope], b"kvtier scope v1")[:KEY_ID_BYTES]
+
+    def scope_of(self, key_id: bytes) -> str | None:
+        """This host's scope with that secret."""
+        return self._names.get(key_id)
+
+    def proof(self, scope: str, session: bytes, cache: bytes) -> bytes:
+        """Shows on one connection, and on no other, that this host holds the secret of a cache."""
+        return derive(self._scopes[scope], b"kvtier proof v1", session, cache)
+
+    def shared(self, spec: CacheSpec, scope: str, epoch: int) -> Shared | None:
+        """The cache as the hosts with the same secret know it; None where it is not shared.
+
+        Epochs are counted per host and say nothing elsewhere: a cache that was reset is shared no more. (Weights that
+        change name themselves in the fingerprint.)
+        """
+        secret = self._scopes.get(scope)
+        if secret is None or epoch:
+            return None
+        return Shared(spec, scope, derive(secret, b"kvtier cache v1", base_id(spec, "")))
+
+
+def read(path: Path) -> Secrets:
+    """The secrets of a file; raises KvtierError for one that others can read or that is no such file."""
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise bad("peers.secrets", f"a readable file ({exc})") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise KvtierError(Code.FORBIDDEN, f"{path} can be read by others (chmod 600)", "peers.secrets")
+    found: dict[str, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            name, text = line.split()
+            secret = bytes.fromhex(text)
+        except ValueError:
+            raise bad(f"{path}:{number}", "a name and a secret in hex") from None
+        if len(secret) < MIN_SECRET or name in found or secret in found.values():
+            raise bad(f"{path}:{number}", f"a new name and a new secret of at least {MIN_SECRET} bytes")
+        found[name] = secret
+    if FLEET not in found:
+        raise bad(str(path), f"a line `{FLEET} <hex>`")
+    fleet = found.pop(FLEET)
+    return Secrets(fleet, found)

@@ -1,0 +1,104 @@
+"""Serves other daemons: the port that they connect to.
+
+A connection is a guest like an engine: its reservations end with it, and what it reads is leased while it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets as random
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from kvtier.peer.direct import MIN_BYTES_S
+from kvtier.peer.pipe import Pipe
+from kvtier.peer.secrets import Secrets
+from kvtier.server.visit import Visit
+from kvtier.store import Store
+from kvtier.types import KvtierError
+
+MAX_CONNECTIONS: Final = 256
+THREADS: Final = 8
+FAULTS: Final = (OSError, EOFError, TimeoutError)
+
+_log = logging.getLogger("kvtier.peer")
+
+
+class Home:
+    """Listens for peers. Owned by the loop thread."""
+
+    def __init__(self, store: Store, secrets: Secrets, address: tuple[str, int], deadline_s: float) -> None:
+        """Raises OSError where the address cannot be had."""
+        self.store = store
+        self.secrets = secrets
+        self.deadline_s = deadline_s
+        self.incarnation = random.token_bytes(8)
+        self.pool = ThreadPoolExecutor(THREADS, "kvtier-home")
+        family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        self._socket = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
+        self._socket.setblocking(False)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._socket.getsockname()[1])
+
+    def start(self) -> None:
+        """Serve from now on."""
+        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._socket)
+            except OSError as exc:
+                _log.warning("a peer could not be accepted: %s", exc)
+                await asyncio.sleep(0.2)
+                continue
+            if len(self._tasks) >= MAX_CONNECTIONS:
+                sock.close()
+                continue
+            task = loop.create_task(self._serve(sock))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(_closer(sock))  # also of one that never began
+
+    async def _serve(self, sock: socket.socket) -> None:
+        try:
+            visit = Visit(self, Pipe(sock))
+            try:
+                await visit.run()
+            finally:
+                visit.end()
+        except (*FAULTS, KvtierError) as exc:
+            _log.debug("a peer's connection ended: %r", exc)
+        except Exception:  # noqa: BLE001 - one peer's connection, not the others'
+            _log.exception("a peer's connection failed")
+
+    async def close(self) -> None:
+        """Serve nobody any more."""
+        self._socket.close()
+        tasks = [*self._tasks, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.pool.shutdown(wait=True)
+
+    def within(self, nbytes: int) -> float:
+        """Seconds that a transfer may take."""
+        return self.deadline_s + nbytes / MIN_BYTES_S
+
+
+def _closer(sock: socket.socket) -> Callable[[asyncio.Task[None]], None]:
+    """Closes the socket once its task is over."""
+
+    def close(_: asyncio.Task[None]) -> None:
+        sock.close()
+
+    return close

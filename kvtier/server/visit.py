@@ -1,0 +1,339 @@
+"""One connection of another daemon: what it looks for, fetches and pushes. It is a guest like an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from kvtier.identity import base_id, cache_id
+from kvtier.peer import frames
+from kvtier.peer.base import Pick, Place, Shared
+from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of
+from kvtier.peer.pipe import Pipe
+from kvtier.store.cache import Cache
+from kvtier.store.keypeers import here, lend_keys, nodes_of
+from kvtier.store.peers import Guest
+from kvtier.store.pushes import lend, path_keys
+from kvtier.store.reserve import Reservation
+from kvtier.store.routing import load, weigh
+from kvtier.types import Code, KvtierError, bad
+from kvtier.wire import MAX_ASKED as MOST
+from kvtier.wire import MAX_KEYS
+
+if TYPE_CHECKING:
+    from kvtier.server.home import Home
+
+MAX_CACHES: Final = 4096
+FIRST_BYTES: Final = 64 << 10
+KNOCK_S: Final = 2.0
+"""A newcomer shows that it has the key within this time."""
+IDLE_S: Final = 60.0
+TAKE_S: Final = 5.0
+"""What is reserved for a peer that does not send it is given back after that time."""
+
+
+class Route(NamedTuple):
+    """The path that a connection is about."""
+
+    shared: Shared
+    keys: bytes
+    spare: tuple[Pick, ...] = ()
+    group: int = 0
+
+
+class Visit:
+    """One connection."""
+
+    def __init__(self, home: Home, pipe: Pipe) -> None:
+        self._home = home
+        self._pipe = pipe
+        self._parts = home.store.parts
+        self._guest = Guest(self._parts, "home", home.store.cap_bytes)
+        self._known: dict[bytes, Shared] = {}
+        self._route: Route | None = None
+        self._taking: Reservation | None = None
+        self._positions: list[int] = []
+        """Keyed caches: of what is being taken, the positions in what was offered."""
+        self._verbs: Mapping[type[frames.Message], Callable[[Any], Awaitable[frames.Message | None]]] = {
+            frames.Ping: self._ping,
+            frames.Use: self._use,
+            frames.Find: self._find,
+            frames.Fetch: self._fetch,
+            frames.Offer: self._offer,
+            frames.More: self._more,
+            frames.Load: self._take,
+            frames.Weigh: self._weigh,
+            frames.Have: self._have,
+        }
+
+    async def run(self) -> None:
+        """Serve until the peer goes."""
+        home, pipe = self._home, self._pipe
+        async with asyncio.timeout(KNOCK_S):
+            await pipe.answer(home.secrets, home.incarnation)
+            message = await pipe.receive(frames.Message, FIRST_BYTES)
+        while True:
+            try:
+                verb = self._verbs.get(type(message))
+                if verb is None:
+                    raise EOFError("not a request")
+                reply = await verb(message)
+            except KvtierError as exc:
+                reply = frames.Refused(exc.code.value, exc.message)
+            if reply is not None:
+                async with asyncio.timeout(home.deadline_s + 1.0):
+                    await pipe.send(reply)
+            async with asyncio.timeout(IDLE_S if self._taking is None else TAKE_S):
+                message = await pipe.receive(frames.Message)
+
+    def end(self) -> None:
+        """The connection is over and nothing of it moves."""
+        self._guest.end(self._home.store.commits)
+
+    # -- who may what ----------------------------------------------------------------------------------------------
+
+    async def _ping(self, _: frames.Ping) -> frames.Message:
+        return frames.Done()
+
+    async def _use(self, msg: frames.Use) -> frames.Message:
+        """Let the connection name a cache whose secret the peer has shown that it holds."""
+        msg.spec.check()
+        secrets, session = self._home.secrets, self._pipe.session
+        scope = secrets.scope_of(msg.key_id)
+        assert session is not None
+        if scope is None:
+            raise KvtierError(Code.FORBIDDEN, "this host does not share caches of that secret")
+        shared = secrets.shared(msg.spec, scope, 0)
+        if shared is None or shared.id != msg.cache:
+            raise KvtierError(Code.FORBIDDEN, "that is not the cache's name")
+        if not hmac.compare_digest(secrets.proof(scope, session.id, shared.id), msg.proof):
+            raise KvtierError(Code.FORBIDDEN, "the peer has not shown that it holds the cache's secret")
+        if len(self._known) >= MAX_CACHES:
+            raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches a connection")
+        self._known[shared.id] = shared
+        return frames.Done()
+
+    def _path(self, cache: bytes, keys: bytes, spare: tuple[Pick, ...] = (), group: int = -1) -> Route:
+        """The path (of a keyed cache, the keys of a group) that a request names; raises forbidden, bad_request."""
+        shared = self._known.get(cache)
+        if shared is None:
+            raise KvtierError(Code.FORBIDDEN, "the peer has not shown the secret of that cache here")
+        if not keys or len(keys) % shared.spec.stride:
+            raise bad("keys", f"whole page keys of {shared.spec.stride} bytes", len(keys))
+        if shared.spec.keyed and not (0 <= group < len(shared.spec.groups) and len(keys) <= MOST * shared.spec.stride):
+            raise bad("keys", f"at most {MOST} keys of groups 0..{len(shared.spec.groups) - 1}", group)
+        return Route(shared, keys, spare, max(group, 0))
+
+    def _tokens(self, cache: bytes, keys: bytes) -> Route:
+        """The same of a token cache only."""
+        route = self._path(cache, keys, group=0)
+        if route.shared.spec.keyed:
+            raise bad("cache", "a token cache")
+        return route
+
+    def _cache(self, shared: Shared) -> Cache | None:
+        """This host's cache of the same name, if there is one."""
+        if self._parts.epoch(base_id(shared.spec, shared.scope)):
+            return None
+        cache = self._parts.ids.get(cache_id(shared.spec, shared.scope, 0))
+        return None if cache is None or cache.retired else cache
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    async def _find(self, msg: frames.Find) -> frames.Message:
+        """How much of a path is here; remembers it."""
+        self._route = None
+        route = self._tokens(msg.cache, msg.keys)
+        cache = self._cache(route.shared)
+        pages = 0 if cache is None else cache.radix.match(msg.keys, self._parts.now()).pages
+        if pages:
+            self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
+        return frames.Found(pages)
+
+    async def _have(self, msg: frames.Have) -> frames.Message:
+        """Which keys are here; remembers them."""
+        self._route = None
+        route = self._path(msg.cache, msg.keys, group=msg.group)
+        if not route.shared.spec.keyed:
+            raise bad("cache", "a keyed cache")
+        cache = self._cache(route.shared)
+        self._route = route
+        if cache is None:
+            return frames.Has(bytes(len(msg.keys) // route.shared.spec.stride))
+        return frames.Has(bytes(here(cache, node, msg.group) for node in nodes_of(cache, route.group, route.keys)))
+
+    async def _fetch_keys(self, cache: Cache, route: Route, items: list[tuple[int, int]]) -> None:
+        """Send keys that are here, by their positions."""
+        found = nodes_of(cache, route.group, route.keys)
+        wanted = [(at, node) for group, at in items if (node := found[at]) is not None and here(cache, node, group)]
+        if len(wanted) < len(items) or any(group != route.group for group, _ in items):
+            raise KvtierError(Code.UNKNOWN, "some of them are here no more")
+        for _, node in wanted:
+            cache.index.use(node, self._parts.now())
+            cache.index.lease(node)
+        try:
+            nbytes = nbytes_of(cache.spec, items)
+            missing = [m for _, node in wanted for m in self._parts.loads.missing(cache, node, [(route.group, 0, 1)])]
+            if missing:
+                until = asyncio.get_running_loop().time() + self._home.within(nbytes)
+                await self._parts.loads.bring(cache, missing, until)
+            places, sums = lend_keys(cache, route.group, wanted)
+            if not places:
+                raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
+            await self._pour(places, sums, echo(route.shared.id, route.keys), nbytes)
+        finally:
+            for _, node in wanted:
+                self._parts.unlease(cache, node)
+
+    async def _weigh(self, msg: frames.Weigh) -> frames.Message:
+        """What a path would cost here."""
+        route = self._tokens(msg.cache, msg.keys)
+        cache = self._cache(route.shared)
+        if cache is None:
+            backlog, decode, requests = load(self._parts)
+            return frames.Weighed(0, 0, 0, backlog, decode, requests)
+        return frames.Weighed(*weigh(self._parts, cache, msg.keys, "")[1:])
+
+    async def _fetch(self, msg: frames.Fetch) -> frames.Message | None:
+        """Send items of the path that was found."""
+        route = self._route
+        cache = None if route is None else self._cache(route.shared)
+        if route is None or cache is None:
+            raise KvtierError(Code.UNKNOWN, "nothing was found before")
+        pages = len(route.keys) // cache.spec.stride
+        items = items_of(cache.spec, msg.picks, pages)
+        nbytes = nbytes_of(cache.spec, items)
+        if not items or (nbytes > CHUNK_BYTES and len({page for _, page in items}) > 1 and len(items) > 64):
+            raise bad("picks", f"items of about {CHUNK_BYTES} bytes", nbytes)
+        if cache.spec.keyed:
+            await self._fetch_keys(cache, route, items)
+            return None
+        index = cache.radix
+        found = index.match(route.keys, self._parts.now())
+        if found.pages != pages:
+            raise KvtierError(Code.UNKNOWN, "it is here no more")
+        node = index.ending_at(found.node, pages)
+        index.use(node, self._parts.now())
+        index.lease(node)
+        try:
+            await self._send(cache, node, items, nbytes)
+        finally:
+            self._parts.unlease(cache, node)
+        return None
+
+    async def _send(self, cache: Cache, node: Any, items: list[tuple[int, int]], nbytes: int) -> None:
+        """Bring a leased path's items to host and send them."""
+        home, route = self._home, self._route
+        assert route is not None
+        within = home.within(nbytes)
+        missing = self._parts.loads.missing(cache, node, _ranges(items))
+        if missing:
+            await self._parts.loads.bring(cache, missing, asyncio.get_running_loop().time() + within)
+        places, sums = ([], []) if node.dead else lend(cache, node, items)
+        if not places:
+            raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
+        await self._pour(places, sums, echo(route.shared.id, path_keys(cache, node)), nbytes)
+
+    async def _pour(self, places: list[Place], sums: list[int], name: bytes, nbytes: int) -> None:
+        """Send items that are leased."""
+        picks = picks_of((place.group, place.page) for place in places)
+        load = frames.Load(picks, np.array(sums, "<u8").tobytes(), nbytes, name)
+        home = self._home
+
+        await self._pipe.threaded(home.pool, lambda line: line.pour(load, places), home.within(nbytes))
+        self._parts.counts["pages_served_peer"] += len({place.page for place in places})
+        self._parts.counts["bytes_host_to_peer"] += nbytes
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    async def _offer(self, msg: frames.Offer) -> frames.Message:
+        """A peer has a path: say what of it is wanted here, which is reserved."""
+        self._route = self._path(msg.cache, msg.keys, msg.spare, msg.group)
+        spec = self._route.shared.spec
+        items_of(spec, msg.spare, len(msg.keys) // spec.stride)
+        return await self._more(frames.More())
+
+    async def _more(self, _: frames.More) -> frames.Message:
+        """Reserve the next pages that are missing here."""
+        self._let_go()
+        route, store = self._route, self._home.store
+        if route is None:
+            raise KvtierError(Code.UNKNOWN, "nothing was offered before")
+        if store.closing:
+            raise KvtierError(Code.CLOSING, "the daemon is draining")
+        shared, keys = route.shared, route.keys
+        if self._parts.epoch(base_id(shared.spec, shared.scope)):
+            raise KvtierError(Code.FORBIDDEN, "the cache was reset here")
+        self._parts.room_for(shared.spec, shared.scope, 0)
+        cache = self._parts.cache(shared.spec, shared.scope, 0)
+        if cache.spec.keyed:
+            return await self._want_keys(cache, route)
+        start = cache.radix.match(keys, self._parts.now()).pages
+        end = min(len(keys) // cache.index.stride, start + chunk_pages(cache.spec))
+        if start == end:
+            return frames.Wanted()
+        spare = {pick.group: pages_of(pick) for pick in route.spare}
+        res = await self._guest.reserve(store.tokens, cache, keys[: end * cache.index.stride], start, spare)
+        if res is None:
+            return frames.Wanted()
+        self._taking = res
+        items = res.items(list(range(res.pages)))
+        return frames.Wanted(picks_of((g, res.start + at) for g, at, _ in items))
+
+    async def _want_keys(self, cache: Cache, route: Route) -> frames.Message:
+        """Reserve the next keys that are missing here; their positions are those in all that was offered."""
+        absent = [at for at, node in enumerate(nodes_of(cache, route.group, route.keys)) if node is None]
+        self._positions = absent[: min(max(1, CHUNK_BYTES // cache.item_bytes[route.group]), MAX_KEYS)]
+        size = cache.spec.key_bytes
+        keys = b"".join(route.keys[at * size : (at + 1) * size] for at in self._positions)
+        res = await self._guest.reserve_keys(self._home.store.keys, cache, route.group, keys) if keys else None
+        if res is None:
+            return frames.Wanted()
+        self._taking = res
+        return frames.Wanted(picks_of((g, self._positions[at]) for g, at, _ in res.items(list(range(res.pages)))))
+
+    async def _take(self, msg: frames.Load) -> frames.Message:
+        """Receive what was reserved, check it, serve it."""
+        res, route, home = self._taking, self._route, self._home
+        if res is None or route is None:
+            raise EOFError("pages came that nobody asked for")
+        cache = res.cache
+        position = self._positions if cache.spec.keyed else range(res.start, res.start + res.pages)
+        slots = {(g, position[at]): (at, handle) for g, at, handle in res.items(list(range(res.pages)))}
+        items = items_of(cache.spec, msg.picks, len(route.keys) // cache.spec.stride)
+        nbytes = nbytes_of(cache.spec, items)
+        wrong = not slots.keys() >= set(items) or nbytes != msg.nbytes or len(msg.sums) != 8 * len(items)
+        if wrong or msg.echo != echo(route.shared.id, route.keys):
+            raise EOFError("other pages came than were asked for")
+        places = [Place(g, page, cache.views(g, slots[g, page][1])) for g, page in items]
+        sums = np.frombuffer(msg.sums, "<u8").tolist()
+        got = await self._pipe.threaded(home.pool, lambda line: line.fill(places, sums), home.within(nbytes))
+        known = {(i[0], slots[i][0]): value for i, value in zip(items, got, strict=True) if value is not None}
+        if len(known) < len(items):
+            self._parts.counts["peer_checksum"] += len(items) - len(known)
+        self._taking = None
+        served = self._guest.commit(home.store.commits, res, known)
+        self._parts.counts["pages_taken_peer"] += served
+        self._parts.counts["bytes_peer_to_host"] += nbytes
+        return frames.Stored(served)
+
+    def _let_go(self) -> None:
+        """What was reserved and not sent goes back."""
+        if self._taking is not None:
+            with contextlib.suppress(KvtierError):
+                self._guest.commit(self._home.store.commits, self._taking, {})
+            self._taking = None
+
+
+def _ranges(items: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(group, first, count) that cover the items."""
+    out: dict[int, tuple[int, int]] = {}
+    for group, page in items:
+        lo, hi = out.get(group, (page, page))
+        out[group] = (min(lo, page), max(hi, page))
+    return [(group, lo, hi - lo + 1) for group, (lo, hi) in out.items()]

@@ -1,0 +1,234 @@
+"""The same between hosts for keyed caches: each key has homes of its own.
+
+`exists` never waits: keys that are not here are pending while their homes are asked, then `peer` or a miss; what was
+said is believed for a moment. `acquire` fetches keys that peers have within its own deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvtier.index import Node
+from kvtier.index.node import LOCAL
+from kvtier.peer.base import PeerTier, Place, Shared, Sink
+from kvtier.peer.items import CHUNK_BYTES, pages_of
+from kvtier.store.cache import Cache
+from kvtier.store.keyed import Keys
+from kvtier.types import NO_COPY, KvtierError, Presence, Tier
+
+if TYPE_CHECKING:
+    from kvtier.store.commits import Commits
+    from kvtier.store.peers import Guest
+
+YES_S: Final = 5.0
+NO_S: Final = 1.0
+MAX_HINTS: Final = 1 << 16
+MAX_QUESTIONS: Final = 64
+ASKED_S: Final = 60.0
+"""A question is over long before: its own deadline ends it."""
+_log = logging.getLogger("kvtier.peers")
+
+
+class Hint(NamedTuple):
+    """Which peers have a key, until when that is believed; `asking`: nobody has said yet."""
+
+    nodes: tuple[str, ...]
+    until: float
+    asking: bool = False
+
+
+class KeyPeers:
+    """Questions, fetches and pushes by key. Owned by the loop thread."""
+
+    def __init__(self, tier: PeerTier, keys: Keys, commits: Commits, guest: Guest) -> None:
+        self.tier = tier
+        self._keys = keys
+        self._commits = commits
+        self._guest = guest
+        self._hints: OrderedDict[tuple[int, bytes], Hint] = OrderedDict()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def look(self, cache: Cache, shared: Shared, names: Sequence[bytes], states: bytes) -> bytes:
+        """What `exists` says of keys, given what is here; begins to ask for those of which nothing is known."""
+        now = asyncio.get_running_loop().time()
+        out, ask = bytearray(states), []
+        for at, state in enumerate(states):
+            if state != Presence.MISS:
+                continue
+            hint = self._hints.get((cache.number, names[at]))
+            if hint is None or hint.until <= now:
+                ask.append(at)
+            elif hint.asking:
+                out[at] = Presence.PENDING
+            elif hint.nodes:
+                out[at] = Presence.PEER
+        if ask and len(self.tasks) < MAX_QUESTIONS and self.tier.answers():
+            for at in ask:
+                self._note(cache, names[at], Hint((), now + ASKED_S, asking=True))
+                out[at] = Presence.PENDING
+            self._begin(self._ask(cache, shared, [names[at] for at in ask]))
+        return bytes(out)
+
+    def _begin(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    def _note(self, cache: Cache, name: bytes, hint: Hint) -> None:
+        self._hints.pop((cache.number, name), None)
+        self._hints[cache.number, name] = hint
+        while len(self._hints) > MAX_HINTS:
+            self._hints.popitem(last=False)
+
+    async def _ask(self, cache: Cache, shared: Shared, names: list[bytes]) -> None:
+        """Ask the homes of keys of one group, and remember what they say."""
+        found: dict[bytes, list[str]] = {}
+        try:
+            found = await self.tier.holders(shared, names[0][0], [name[1:] for name in names])
+        except KvtierError as exc:
+            _log.warning("peers could not be asked for keys: %s", exc)
+        finally:
+            now = asyncio.get_running_loop().time()
+            for name in names:
+                nodes = tuple(found.get(name[1:], ()))
+                self._note(cache, name, Hint(nodes, now + (YES_S if nodes else NO_S)))
+
+    # -- fetching ----------------------------------------------------------------------------------------------------
+
+    def wanted(self, cache: Cache, names: Iterable[bytes]) -> dict[str, list[bytes]]:
+        """Absent keys that a peer said it has, by that peer."""
+        now, out = asyncio.get_running_loop().time(), dict[str, list[bytes]]()
+        for name in names:
+            hint = self._hints.get((cache.number, name))
+            if hint is not None and hint.nodes and hint.until > now and cache.keyed.find(name) is None:
+                out.setdefault(hint.nodes[0], []).append(name)
+        return out
+
+    async def bring(self, cache: Cache, shared: Shared, wanted: dict[str, list[bytes]], deadline: float) -> None:
+        """Fetch keys from peers, from several side by side; what comes after the deadline goes on by itself."""
+        tasks = [self._begin(self._pull(cache, shared, node, names)) for node, names in wanted.items()]
+        await asyncio.wait(tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
+
+    async def _pull(self, cache: Cache, shared: Shared, node: str, names: list[bytes]) -> None:
+        """Fetch keys of one group from one peer, piece by piece; what does not come is a miss for now."""
+        group, step = names[0][0], max(1, CHUNK_BYTES // cache.item_bytes[names[0][0]])
+        cache.index.lease(cache.index.root)  # so that the cache is not forgotten meanwhile
+        try:
+            for at in range(0, len(names), step):
+                part = names[at : at + step]
+                if not await self._piece(cache, shared, node, group, part):
+                    for name in names[at:]:
+                        self._hints.pop((cache.number, name), None)
+                    return
+        except KvtierError as exc:
+            _log.warning("peers' keys could not be taken: %s", exc)
+        except Exception:  # noqa: BLE001 - these keys, not the others'
+            _log.exception("fetching keys from a peer failed")
+        finally:
+            self._keys.parts.unlease(cache, cache.index.root)
+
+    async def _piece(self, cache: Cache, shared: Shared, node: str, group: int, names: list[bytes]) -> bool:
+        """Fetch some keys; whether all came."""
+        keys = b"".join(name[1:] for name in names)
+        source = await self.tier.source(node, shared, group, keys)
+        if source is None:
+            return False
+        sums: list[int | None] = []
+        try:
+            res = await self._guest.reserve_keys(self._keys, cache, group, keys)
+            if res is None:
+                return True  # others brought them, or there is no room
+            items = res.items(list(range(res.pages)))
+            try:
+                sums = await source.fetch([Place(g, at, cache.views(g, handle)) for g, at, handle in items])
+            finally:
+                known = {(g, at): v for (g, at, _), v in zip(items, sums, strict=False) if v is not None}
+                self._guest.commit(self._commits, res, known)
+            counts = self._keys.parts.counts
+            counts["pages_loaded_peer"] += len(known)
+            counts["bytes_peer_to_host"] += len(known) * cache.item_bytes[group]
+            return len(known) == len(items)
+        finally:
+            source.close()
+
+    # -- pushing -----------------------------------------------------------------------------------------------------
+
+    async def push(self, cache: Cache, shared: Shared, nodes: list[Node]) -> tuple[int, list[Node]]:
+        """Give homes keys of one group that they lack; how many they took, and the nodes that some home did not get."""
+        group = nodes[0].edge[0]
+        homes: dict[str, list[Node]] = {}
+        for node in nodes:
+            for home in self.tier.key_homes(shared, group, node.edge[1:]):
+                homes.setdefault(home, []).append(node)
+        for node in nodes:
+            cache.index.lease(node)
+        taken = 0
+        left: dict[Node, None] = {}
+        try:
+            for home, mine in homes.items():
+                sent = await self._push_to(cache, shared, home, mine)
+                taken += max(0, sent)
+                if sent < 0:
+                    left.update(dict.fromkeys(mine))
+        finally:
+            for node in nodes:
+                self._keys.parts.unlease(cache, node)
+        return taken, list(left)
+
+    async def _push_to(self, cache: Cache, shared: Shared, home: str, nodes: list[Node]) -> int:
+        """How many keys a home took; -1 where it did not answer or failed."""
+        group = nodes[0].edge[0]
+        sink = await self.tier.offer(home, shared, b"".join(node.edge[1:] for node in nodes), (), group)
+        if sink is None:
+            return -1
+        try:
+            return await self._feed(cache, sink, group, nodes)
+        except (KvtierError, OSError, EOFError) as exc:
+            _log.warning("a push to %s failed: %r", home, exc)
+            return -1
+        finally:
+            sink.close()
+
+    async def _feed(self, cache: Cache, sink: Sink, group: int, nodes: list[Node]) -> int:
+        """Send what a home picks of these keys, as long as host has it."""
+        taken = 0
+        while sink.picks:
+            places, sums = lend_keys(cache, group, [(at, nodes[at]) for pick in sink.picks for at in pages_of(pick)])
+            sent = await sink.send(places, sums) if places else 0
+            taken += sent
+            if not sent:
+                break
+            await sink.more()
+        return taken
+
+
+def nodes_of(cache: Cache, group: int, keys: bytes) -> list[Node | None]:
+    """The nodes of concatenated keys."""
+    size, find, name = cache.spec.key_bytes, cache.keyed.find, cache.keyed.name
+    return [find(name(group, keys[at : at + size])) for at in range(0, len(keys), size)]
+
+
+def here(cache: Cache, node: Node | None, group: int) -> bool:
+    """Whether a key can be served from this host."""
+    return node is not None and node.live > 0 and any(cache.index.get(node, 0, t, group) != NO_COPY for t in LOCAL)
+
+
+def lend_keys(cache: Cache, group: int, wanted: list[tuple[int, Node]]) -> tuple[list[Place], list[int]]:
+    """Slots and checksums of leased keys, by position; none at all unless host has every one of them."""
+    places: list[Place] = []
+    sums: list[int] = []
+    for at, node in wanted:
+        handle = NO_COPY if node.dead else cache.index.get(node, 0, Tier.HOST, group)
+        kept = node.sums[group]
+        if handle == NO_COPY or kept is None:
+            return [], []
+        places.append(Place(group, at, cache.views(group, handle)))
+        sums.append(kept[0])
+    return places, sums

@@ -1,0 +1,227 @@
+"""Pages of other hosts: brought when a prompt is not all here, and pushed to their homes when they were computed here.
+
+`match` never waits for a peer: it starts the question and says that it is asking; what comes is reserved (and so
+`pending`), checked, published page by page, and is then as local as any other. `acquire` waits for the question, within
+its own deadline. What is fetched and what peers push passes the same reserve and commit as an engine's pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from array import array
+from typing import Final
+
+from kvtier import wire
+from kvtier.peer.base import PeerTier, Place, Shared, Source
+from kvtier.peer.items import chunk_pages
+from kvtier.store.cache import Cache
+from kvtier.store.commits import Commits
+from kvtier.store.instance import Instance, Path, Process
+from kvtier.store.keyed import Keys
+from kvtier.store.keypeers import KeyPeers
+from kvtier.store.parts import Parts
+from kvtier.store.pushes import Pushes, shared_of
+from kvtier.store.reserve import Reservation
+from kvtier.store.tokens import Tokens
+from kvtier.types import KvtierError
+
+MAX_ASKING: Final = 256
+"""Prompts for which peers are asked at a time; more are misses."""
+ROOM_MS: Final = 50
+
+_log = logging.getLogger("kvtier.peers")
+
+
+class Guest(Instance):
+    """Reserves and commits for other hosts. Its pages are not pushed on."""
+
+    guest = True
+
+    def __init__(self, parts: Parts, name: str, cap_bytes: int) -> None:
+        super().__init__(name, "", cap_bytes)
+        self.parts = parts
+        self.process = Process(next(parts.numbers), self, None, lambda _: None, events=False)
+        self.processes.add(self.process)
+
+    async def reserve(
+        self, tokens: Tokens, cache: Cache, keys: bytes, start: int, spare: dict[int, list[int]]
+    ) -> Reservation | None:
+        """Slots for what is not here of pages [start, end of keys), and of `spare` pages of window and state groups.
+
+        None: nothing is missing or no room could be made.
+        """
+        if cache.number not in self.process.ranks:
+            self.process.ranks[cache.number] = self.join_shard(cache, wire.Open(cache.spec))
+        number, path = next(self.parts.numbers), Path(cache, "")
+        self.add_path(number, path, keys)
+        pages = len(keys) // cache.index.stride - start
+        others = [g for g in range(cache.index.groups) if g not in cache.index.anchors]
+        wants = tuple(
+            wire.Want(g, _packed([p for p in spare.get(g, ()) if start <= p < start + pages])) for g in others
+        )
+        try:
+            reply = tokens.reserve(self.process, wire.Reserve(number, start, pages, wants, ROOM_MS))
+            got = await reply if inspect.isawaitable(reply) else reply
+        finally:
+            self.forget(number)
+        return self.reservations.get(got.reservation)
+
+    async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Reservation | None:
+        """Slots for those of the (concatenated) keys that are not here; None where there are none, or no room."""
+        self.process.ranks.setdefault(cache.number, self.join_shard(cache, wire.Open(cache.spec)))
+        reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
+        got = await reply if inspect.isawaitable(reply) else reply
+        return self.reservations.get(got.reservation)
+
+    def commit(self, commits: Commits, res: Reservation, sums: dict[tuple[int, int], int]) -> int:
+        """Serve positions all of whose items have a checksum (of a path, up to the first that lacks one).
+
+        The rest goes back. Returns how many are served.
+        """
+        missing = {at for g, at, _ in res.items(list(range(res.pages))) if (g, at) not in sums}
+        last = res.pages if res.cache.spec.keyed else min(missing, default=res.pages)
+        good = [at for at in range(last) if at not in missing]
+        before = res.published
+        if good:
+            reply = commits.complete(res, [p for at in good for p in res.mark(self.process, at, 1)], sums)
+            assert not inspect.isawaitable(reply), "every item has its checksum"
+        if not res.over:
+            commits.abort(self.process, wire.Abort(res.number))
+        return res.published - before
+
+    def end(self, commits: Commits) -> None:
+        """Nothing of it writes any more: all that is open goes back."""
+        self.gone = True
+        self.processes.clear()
+        commits.let_go(list(self.reservations.values()))
+
+
+class Peers:
+    """Between the store and a peer tier. Owned by the loop thread."""
+
+    def __init__(
+        self, parts: Parts, tokens: Tokens, keys: Keys, commits: Commits, tier: PeerTier, cap_bytes: int
+    ) -> None:
+        self.parts = parts
+        self.tier = tier
+        self.counts = parts.counts
+        self._tokens = tokens
+        self._commits = commits
+        self._guest = Guest(parts, "peers", cap_bytes)
+        self.keys = KeyPeers(tier, keys, commits, self._guest)
+        self._asking: dict[tuple[int, bytes], asyncio.Task[None]] = {}
+        self.pushes = Pushes(parts, tier, self.keys)
+
+    def start(self) -> None:
+        """Watch the peers and push in the background."""
+        self.tier.start()
+        self.pushes.start()
+
+    async def close(self) -> None:
+        """Ask nobody and push nothing any more."""
+        self.pushes.close()
+        tasks = [*self.pushes.tasks, *self._asking.values(), *self.keys.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.tier.close()
+        self._guest.end(self._commits)
+
+    def shared(self, cache: Cache) -> Shared | None:
+        """The cache as peers know it; None where it is not shared."""
+        return shared_of(self.tier, cache)
+
+    # -- fetching --------------------------------------------------------------------------------------------------
+
+    def asking(self, path: Path, pages: int) -> asyncio.Task[None] | None:
+        """The question for the rest of a path of which `pages` pages are here, begun if it is worth it."""
+        if path.asked is not None and not path.asked.done():
+            return path.asked
+        cache = path.cache
+        if path.asked_bytes == len(path.keys) or pages * cache.index.stride >= len(path.keys):
+            return None
+        path.asked_bytes = len(path.keys)
+        shared = self.shared(cache)
+        if shared is None or not self.tier.worth(shared, path.keys, pages):
+            return None
+        name = cache.number, path.keys
+        task = self._asking.get(name)
+        if task is None:
+            if len(self._asking) >= MAX_ASKING:
+                self.counts["peer_refused_asking"] += 1
+                return None
+            task = asyncio.get_running_loop().create_task(self._bring(cache, shared, path.keys, pages))
+            self._asking[name] = task
+            task.add_done_callback(lambda _: self._asking.pop(name, None))
+        path.asked = task
+        return task
+
+    async def _bring(self, cache: Cache, shared: Shared, keys: bytes, have: int) -> None:
+        """Fetch what peers have of a path beyond page `have`, from one after another."""
+        cache.index.lease(cache.index.root)  # so that the cache is not forgotten meanwhile
+        sources: list[Source] = []
+        try:
+            sources = await self.tier.find(shared, keys, have)
+            self.counts["peer_hits" if sources else "peer_misses"] += 1
+            for source in sources:
+                have = await self._pull(cache, source, keys, have)
+        except KvtierError as exc:
+            _log.warning("peers' pages could not be taken: %s", exc)
+        except Exception:  # noqa: BLE001 - one prompt's pages, not the others'
+            _log.exception("fetching from peers failed")
+        finally:
+            for source in sources:
+                source.close()
+            self.parts.unlease(cache, cache.index.root)
+
+    async def _pull(self, cache: Cache, source: Source, keys: bytes, have: int) -> int:
+        """Fetch from one peer, piece by piece, until it has no more or something did not come; returns pages here."""
+        step = chunk_pages(cache.spec)
+        while have < source.pages and not cache.retired:
+            end = min(have + step, source.pages)
+            resume = end if end == source.pages else 0
+            if not await self._piece(cache, source, keys, (have, end, resume)):
+                break
+            have = end
+        return have
+
+    async def _piece(self, cache: Cache, source: Source, keys: bytes, span: tuple[int, int, int]) -> bool:
+        """Fetch pages [start, end), and what resuming after `resume` pages needs besides; whether all came."""
+        start, end, resume = span
+        index, stride = cache.radix, cache.index.stride
+        spare: dict[int, list[int]] = {}
+        for group, first, count in index.needed(resume) if resume else ():
+            if group not in index.anchors:
+                spare[group] = list(range(first, first + count))
+        start = min([start, *(pages[0] for pages in spare.values() if pages)])
+        res = await self._guest.reserve(self._tokens, cache, keys[: end * stride], start, spare)
+        if res is None:
+            return index.deepest(keys[: end * stride])[1] == end
+        items = res.items(list(range(res.pages)))
+        places = [Place(g, start + at, cache.views(g, handle)) for g, at, handle in items]
+        sums: list[int | None] = [None] * len(places)
+        try:
+            sums = await source.fetch(places)
+        finally:
+            known = {(g, at): value for (g, at, _), value in zip(items, sums, strict=True) if value is not None}
+            whole = res.pages == end - start and len(known) == len(items)
+            self._count(cache, known)
+            self._guest.commit(self._commits, res, known)
+        return whole
+
+    def _count(self, cache: Cache, known: dict[tuple[int, int], int]) -> None:
+        """Count what came."""
+        self.counts["pages_loaded_peer"] += len({at for _, at in known})
+        self.counts["bytes_peer_to_host"] += sum(cache.item_bytes[g] for g, _ in known)
+
+    @property
+    def busy(self) -> bool:
+        """Whether some prompt is being asked for or pushed."""
+        return bool(self._asking or self.keys.tasks) or self.pushes.waiting > 0
+
+
+def _packed(pages: list[int]) -> bytes:
+    """Page numbers as the wire has them."""
+    return array("i", pages).tobytes()

@@ -1,0 +1,234 @@
+"""Gives what was computed here to its homes, in the background; what failed is tried again a few times.
+
+What waits is bounded, by what it may hold up too: nothing is leased before its turn comes. A page that left host
+meanwhile is not pushed; it has been on disk since, or is not worth it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Final
+
+from kvtier import wire
+from kvtier.index import Node
+from kvtier.peer.base import PeerTier, Pick, Place, Shared, Sink
+from kvtier.peer.items import items_of, picks_of
+from kvtier.store.cache import Cache
+from kvtier.store.keypeers import KeyPeers
+from kvtier.store.parts import Parts
+from kvtier.types import NO_COPY, KvtierError, Tier, bad
+
+MAX_WISHES: Final = 1024
+MAX_WISH_BYTES: Final = 64 << 20
+"""Requests whose pages a certain peer is to get, and their keys; the oldest are forgotten."""
+MAX_QUEUED: Final = 4096
+"""Nodes that wait to be pushed; more are not pushed."""
+PUSHERS: Final = 2
+TRIES: Final = 4
+RETRY_S: Final = 1.5
+"""A peer that did not answer has been pinged again by then."""
+
+_log = logging.getLogger("kvtier.peers")
+
+
+def shared_of(tier: PeerTier, cache: Cache) -> Shared | None:
+    """The cache as peers know it; None where it is not shared."""
+    return None if cache.retired else tier.shared(cache.spec, cache.scope, cache.epoch)
+
+
+class Pushes:
+    """The queue to the homes. Owned by the loop thread."""
+
+    def __init__(self, parts: Parts, tier: PeerTier, keys: KeyPeers) -> None:
+        self.parts = parts
+        self.tier = tier
+        self.tasks: list[asyncio.Task[None]] = []
+        self._keys = keys
+        self._counts = parts.counts
+        self._queue: dict[tuple[Cache, Node], tuple[int, int]] = {}
+        """(the path to the node, up to a page; how often that was tried)"""
+        self._later: dict[tuple[Cache, Node], asyncio.TimerHandle] = {}
+        """What is tried again soon."""
+        self._wishes: dict[tuple[Cache, bytes, str], None] = {}
+        """Paths whose pages a peer is to get as they are committed."""
+        self._wish_bytes = 0
+        self._queued = asyncio.Event()
+        self._running = 0
+
+    def start(self) -> None:
+        """Push from now on."""
+        loop = asyncio.get_running_loop()
+        self.tasks = [loop.create_task(self._run()) for _ in range(PUSHERS)]
+
+    def close(self) -> None:
+        """Try nothing again. The tasks are the caller's to cancel."""
+        for timer in self._later.values():
+            timer.cancel()
+        self._later.clear()
+
+    @property
+    def waiting(self) -> int:
+        """Paths that wait to be pushed, or are being pushed."""
+        return len(self._queue) + len(self._later) + self._running
+
+    def offer(self, cache: Cache, node: Node, end: int, tries: int = 0) -> None:
+        """Push the path to `node`, up to page `end`, to its homes. Never waits; over the bound it is dropped."""
+        if shared_of(self.tier, cache) is None:
+            return
+        key = cache, node
+        if len(self._queue) + len(self._later) >= MAX_QUEUED and key not in self._queue:
+            self._counts["peer_push_dropped_queue"] += 1
+            return
+        self._queue[key] = max(end, self._queue.get(key, (0, 0))[0]), tries
+        self._queued.set()
+
+    def _again(self, cache: Cache, node: Node, end: int, tries: int) -> None:
+        """Some home did not take it: try once more in a while, unless that was often enough."""
+        key = cache, node
+        if tries + 1 >= TRIES:
+            self._counts["peer_push_dropped_home"] += 1
+        elif key not in self._later:
+
+            def now() -> None:
+                del self._later[key]
+                self.offer(cache, node, end, tries + 1)
+
+            self._later[key] = asyncio.get_running_loop().call_later(RETRY_S, now)
+
+    def wish(self, cache: Cache, keys: bytes, to: str) -> None:
+        """Give a peer what is here of a path, and the rest as it is committed. Raises bad_request for no peer."""
+        if not self.tier.known(to):
+            raise bad("to", "a peer's name", to)
+        if (cache, keys, to) not in self._wishes:
+            self._wishes[cache, keys, to] = None
+            self._wish_bytes += len(keys)
+        while len(self._wishes) > MAX_WISHES or (self._wish_bytes > MAX_WISH_BYTES and len(self._wishes) > 1):
+            oldest = next(iter(self._wishes))
+            del self._wishes[oldest]
+            self._wish_bytes -= len(oldest[1])
+        node, end = cache.radix.deepest(keys)
+        if end:
+            self.offer(cache, cache.radix.ending_at(node, end), end)
+
+    # -- in the background -------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await self._queued.wait()
+            if not self._queue:
+                self._queued.clear()
+                continue
+            cache, node = key = next(iter(self._queue))
+            end, tries = self._queue.pop(key)
+            self._running += 1
+            try:
+                if cache.spec.keyed:
+                    await self._push_keys(cache, node, tries)
+                elif not await self._push(cache, node, end):
+                    self._again(cache, node, end, tries)
+            except Exception:  # noqa: BLE001 - one prompt's pages, not the others'
+                _log.exception("a push failed")
+            finally:
+                self._running -= 1
+
+    async def _push_keys(self, cache: Cache, node: Node, tries: int) -> None:
+        """Give keys of one group to their homes: this one, and others that wait."""
+        same = [key for key in self._queue if key[0] is cache and key[1].edge[0] == node.edge[0]][: wire.MAX_KEYS - 1]
+        for key in same:
+            del self._queue[key]
+        shared = shared_of(self.tier, cache)
+        nodes = [each for each in (node, *(key[1] for key in same)) if not each.dead and each.live]
+        self._counts["peer_push_dropped_gone"] += 1 + len(same) - len(nodes)
+        if nodes and shared is not None:
+            taken, left = await self._keys.push(cache, shared, nodes)
+            self._counts["pages_pushed_peer"] += taken
+            self._counts["bytes_host_to_peer"] += taken * cache.item_bytes[node.edge[0]]
+            for each in left:
+                self._again(cache, each, 1, tries)
+
+    async def _push(self, cache: Cache, node: Node, end: int) -> bool:
+        """Give every home what it lacks of a path; False where some home did not answer or failed."""
+        shared = shared_of(self.tier, cache)
+        if shared is None or node.dead:
+            self._counts["peer_push_dropped_gone"] += 1
+            return True
+        whole = True
+        cache.index.lease(node)
+        try:
+            keys = path_keys(cache, node)[: end * cache.index.stride]
+            for home, pages in self._receivers(cache, shared, keys):
+                part = keys[: pages * cache.index.stride]
+                sink = await self.tier.offer(home, shared, part, _spare(cache, node, pages))
+                if sink is None:
+                    whole = False
+                    continue
+                with contextlib.closing(sink):
+                    whole = await self._feed(cache, node, sink, pages) and whole
+        finally:
+            self.parts.unlease(cache, node)
+        return whole
+
+    def _receivers(self, cache: Cache, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
+        """(peer, leading pages): who waits for the path first, then its homes."""
+        pages = len(keys) // cache.index.stride
+        found = {to: pages for of, wanted, to in self._wishes if of is cache and _continues(wanted, keys)}
+        for home, most in self.tier.homes(shared, keys):
+            found.setdefault(home, most)
+        return list(found.items())
+
+    async def _feed(self, cache: Cache, node: Node, sink: Sink, pages: int) -> bool:
+        """Send what a home wants as long as host has it; False where the home failed."""
+        try:
+            while sink.picks and not node.dead:
+                places, sums = lend(cache, node, items_of(cache.spec, sink.picks, pages))
+                if not places:
+                    self._counts["peer_push_dropped_gone"] += 1
+                    return True
+                sent = await sink.send(places, sums)
+                self._counts["pages_pushed_peer"] += sent
+                self._counts["bytes_host_to_peer"] += sum(cache.item_bytes[place.group] for place in places)
+                if not sent:
+                    return False
+                await sink.more()
+        except (KvtierError, OSError, EOFError) as exc:
+            _log.warning("a push to %s failed: %r", sink.node, exc)
+            return False
+        return True
+
+
+def lend(cache: Cache, node: Node, items: list[tuple[int, int]]) -> tuple[list[Place], list[int]]:
+    """Slots and checksums of items of a leased path; none at all unless host has every one of them."""
+    groups: dict[int, list[int]] = {}
+    for group, page in items:
+        groups.setdefault(group, []).append(page)
+    places: list[Place] = []
+    sums: list[int] = []
+    for group, pages in groups.items():
+        first, count = pages[0], pages[-1] - pages[0] + 1
+        handles = cache.gather(node, group, first, count, Tier.HOST)
+        known = cache.gather_sums(node, group, first, count)
+        for page in pages:
+            if handles[page - first] == NO_COPY:
+                return [], []
+            places.append(Place(group, page, cache.views(group, handles[page - first])))
+            sums.append(known[page - first])
+    return places, sums
+
+
+def path_keys(cache: Cache, node: Node) -> bytes:
+    """Page keys of the path to a node, as the tree has them."""
+    return b"".join(each.edge for each in cache.index.path(node))
+
+
+def _continues(a: bytes, b: bytes) -> bool:
+    """Whether one path is the beginning of the other."""
+    return a.startswith(b) if len(a) > len(b) else b.startswith(a)
+
+
+def _spare(cache: Cache, node: Node, pages: int) -> tuple[Pick, ...]:
+    """What host has of window and state groups of a path's first pages."""
+    others = [g for g in range(cache.index.groups) if g not in cache.index.anchors]
+    held = {g: cache.gather(node, g, 0, pages, Tier.HOST) for g in others}
+    return picks_of((g, page) for g, row in held.items() for page, handle in enumerate(row) if handle != NO_COPY)
