@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from kvtier.control.call import Group
 from kvtier.ctl import main
 
-LOCAL = {"completion", "policies", "probe", "replay", "size"}
+LOCAL = {"completion", "policies", "probe", "replay", "size", "try"}
 """First words of the verbs that ask no daemon."""
 WITHOUT = {"dashboard", "doctor"}
 """Read files or this host: without a daemon their answer is another."""
@@ -38,7 +38,7 @@ NAMES = [" ".join(words) for words in VERBS]
 def call(socket: str, words: tuple[str, ...], *more: str) -> Result:
     """Run a verb with something in place of each argument that it needs."""
     needed = [p for p in VERBS[words].params if isinstance(p, click.Argument) and p.required]
-    given = ["bash" if isinstance(p.type, click.Choice) else __file__ for p in needed]
+    given = [p.type.choices[0] if isinstance(p.type, click.Choice) else __file__ for p in needed]
     prompt = any(p.name == "chain" for p in VERBS[words].params)
     named = ["--request", "r1"] * prompt + ["--all"] * (words == ("unpin",)) + ["--scope", "s"] * (words == ("purge",))
     return CliRunner().invoke(main, ["--socket", socket, *words, *given, *named, *more])

@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 import click
 
 import kvtier
+from kvtier.control.call import Call, verb
+from kvtier.types import Code, KvtierError
 
 
 class Engine(NamedTuple):
@@ -52,22 +54,27 @@ def engines() -> dict[str, Engine]:
 @click.option("--folder", type=click.Path(path_type=Path), help="Where the venv is kept; default in ~/.cache/kvtier.")
 @click.option("--python", type=click.Path(exists=True, path_type=Path), help="A Python that has the engine already.")
 @click.option("--model", type=click.Path(exists=True, path_type=Path), help="A folder; default a small seeded model.")
-def tryout(name: str, folder: Path | None, python: Path | None, model: Path | None) -> None:
+@verb
+def tryout(
+    call: Call, show: bool, name: str, folder: Path | None, python: Path | None, model: Path | None
+) -> dict[str, Any]:
     """Install, run twice, and say what to write."""
+    del call  # a daemon of its own serves it
     engine = engines()[name]
     folder = folder or Path.home() / ".cache" / "kvtier" / f"try-{name}"
     python = python or installed(engine, folder)
     with tempfile.TemporaryDirectory(prefix="kvtier-try-") as home:
-        first, second = runs(engine, python, Path(home), model)
-    for title, got in (("first engine", first), ("second engine", second)):
-        click.echo(
-            f"{title}: {got['hit']} of {got['prompt']} tokens from kvtier, first token {got['ttft_s'] * 1e3:.0f} ms"
-        )
-    if not second["hit"]:
-        raise click.ClickException("the second engine has not found what the first one stored")
-    click.echo(
-        f"\nThe same for your own model, with kvtierd running and kvtier installed beside {name}:\n\n{engine.line}"
-    )
+        found = runs(engine, python, Path(home), model)
+    if show:
+        for title, got in zip(("first engine", "second engine"), found, strict=True):
+            ttft = got["ttft_s"] * 1e3
+            click.echo(f"{title}: {got['hit']} of {got['prompt']} tokens from kvtier, first token {ttft:.0f} ms")
+    if not found[1]["hit"]:
+        raise KvtierError(Code.INTERNAL, "the second engine has not found what the first one stored")
+    if show:
+        click.echo(f"\nThe same for your own model, with kvtierd running and kvtier installed beside {name}:\n")
+        click.echo(engine.line)
+    return {"engine": name, "runs": found, "line": engine.line}
 
 
 def installed(engine: Engine, folder: Path) -> Path:
@@ -75,7 +82,7 @@ def installed(engine: Engine, folder: Path) -> Path:
     python, done = folder / "bin" / "python", folder / ".installed"
     if done.exists():
         return python
-    click.echo(f"installing {' '.join(engine.packages)} in {folder}: gigabytes, minutes")
+    click.echo(f"installing {' '.join(engine.packages)} in {folder}: gigabytes, minutes", err=True)
     folder.mkdir(parents=True, exist_ok=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     steps = [[sys.executable, "-m", "venv", str(folder)], [*pip, "install", "--quiet", *engine.packages]]
@@ -83,7 +90,7 @@ def installed(engine: Engine, folder: Path) -> Path:
         steps.append([*pip, "uninstall", "--quiet", "--yes", *engine.unwanted])
     for step in steps:
         if subprocess.run(step, check=False).returncode:  # noqa: S603 - the steps above
-            raise click.ClickException(f"this failed: {' '.join(step)}")
+            raise KvtierError(Code.IO, f"this failed: {' '.join(step)}")
     done.touch()
     return python
 
@@ -102,6 +109,6 @@ def _run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """The JSON that one engine prints."""
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)  # noqa: S603
     if done.returncode:
-        raise click.ClickException(f"the engine failed:\n{done.stderr[-3000:]}")
+        raise KvtierError(Code.IO, f"the engine failed:\n{done.stderr[-3000:]}")
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer

@@ -15,8 +15,8 @@ from kvtier.store.cache import Cache
 from kvtier.store.misses import reason, why_gone
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import Prompt, peek, resolve
+from kvtier.store.segments import segments
 from kvtier.store.slices import sliced
-from kvtier.store.tokens import segments
 from kvtier.types import NO_COPY, Tier
 
 MOST_SIBLINGS = 4096

@@ -9,7 +9,7 @@ from kvtier.route import Sessions, View, rank
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import Prompt, peek, resolve
-from kvtier.store.tokens import segments
+from kvtier.store.segments import segments
 from kvtier.types import Code, KvtierError, Tier, bad
 
 ALONE: Final = "this host"

@@ -19,6 +19,7 @@ from kvtier.store.instance import Instance, Lease, Path, Process
 from kvtier.store.loads import Missing
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import SETTLED, Reservation
+from kvtier.store.segments import segments
 from kvtier.types import NO_COPY, Code, Kind, KvtierError, Tier, bad
 from kvtier.wire import (
     Acquire,
@@ -32,7 +33,6 @@ from kvtier.wire import (
     Release,
     Reserve,
     Reserved,
-    Segment,
     Want,
 )  # fmt: skip
 
@@ -374,32 +374,3 @@ def _pages_mask(want: Want, msg: Reserve) -> Mask:
     mask = np.zeros(msg.pages, dtype=bool)
     mask[at] = True
     return mask
-
-
-def segments(cache: Cache, node: Node, pages: int) -> tuple[Segment, ...]:
-    """Which tier serves which part of a match best, by the first anchor group."""
-    out: list[Segment] = []
-    group = cache.index.anchors[0]
-    if not pages:
-        return ()
-    for each in cache.index.path(node):
-        live = min(each.pages, pages - each.depth)
-        everywhere = each.pages * cache.index.groups
-        if each.count[Tier.HOST] == everywhere or not (each.count[Tier.HOST] or each.count[Tier.DEVICE]):
-            _append(out, Tier.HOST if each.count[Tier.HOST] else Tier.DISK, live)
-            continue
-        tiers = np.full(live, Tier.DISK)
-        for tier in (Tier.HOST, Tier.DEVICE):
-            if each.count[tier] and (held := each.handles(tier, group)) is not None:
-                tiers[held[:live] != NO_COPY] = tier
-        for at in np.flatnonzero(np.diff(tiers, prepend=-1)):
-            end = int(np.append(np.flatnonzero(np.diff(tiers[at:])) + 1, live - at)[0])
-            _append(out, int(tiers[at]), end)
-    return tuple(out)
-
-
-def _append(out: list[Segment], tier: int, pages: int) -> None:
-    """Add pages to the last segment, or begin one."""
-    if out and out[-1].tier == tier:
-        pages += out.pop().pages
-    out.append(Segment(int(tier), pages))
