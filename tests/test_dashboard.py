@@ -165,6 +165,7 @@ def test_bad_requests_are_refused_by_field_and_pages_of_other_names_not_at_all(b
     for path, field in (
         ("/v1/tree?cache=zz", "cache"),
         ("/v1/tree?depth=-1", "depth"),
+        ("/v1/curve?add=x", "add"),
         ("/v1/tree?limit=99999999999999999999999", "limit"),
         ("/v1/tree?limit=%C2%B2", "limit"),
     ):
@@ -285,6 +286,9 @@ def test_the_page_works_in_a_browser_by_keyboard_and_at_phone_width(board: Board
             await keyboard(page, board)
             assert await page.run("document.querySelectorAll('#tiers [role=meter]').length") == 2
             assert await page.run("document.querySelectorAll('#top tbody tr').length") == BRANCHES + 1
+            await page.until("document.querySelectorAll('#curve polyline').length == 1")
+            assert "host as it is" in await page.run("document.getElementById('curve-text').textContent")
+            assert "none configured" in await page.run("document.getElementById('peers').textContent")
             await page.resize(390, 844)
             await page.until("document.documentElement.scrollWidth <= 390")
             await page.picture(tmp_path / "narrow.png")

@@ -125,6 +125,7 @@ class Dashboard:
             app.router.add_get(path, self._file)
         app.router.add_get("/v1/overview", self._overview)
         app.router.add_get("/v1/tree", self._tree)
+        app.router.add_get("/v1/curve", self._curve)
         app.router.add_get("/v1/pins", self._pins)
         app.router.add_post("/v1/pins", self._pin)
         app.router.add_delete("/v1/pins/{pin}", self._unpin)
@@ -175,6 +176,11 @@ class Dashboard:
             for node in data["nodes"]:
                 node.pop("tokens", None)
         return web.json_response(data)
+
+    async def _curve(self, request: web.Request) -> web.Response:
+        """Hits against capacity for the traffic just seen, and what ?add= bytes more would have hit."""
+        add = _number(request.query, "add", 1 << 50)
+        return web.json_response(await self._asked(wire.Curve((add,) if add else ())))
 
     async def _pins(self, request: web.Request) -> web.Response:
         """The pins; their numbers are texts, for scripts hold only 53 bits of a number."""

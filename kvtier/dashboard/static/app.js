@@ -85,9 +85,7 @@ function showHits(steps) {
       const high = step.asked_s ? 140 * Math.min(1, step.hit_s[tier] / step.asked_s) : 0;
       if (!high) continue;
       low -= high;
-      const bar = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-      for (const [k, v] of Object.entries({ x: n * wide, y: low, width: wide, height: high, class: `i-${tier}` })) bar.setAttribute(k, v);
-      bars.push(bar);
+      bars.push(shape("rect", { x: n * wide, y: low, width: wide, height: high, class: `i-${tier}` }));
     }
   });
   svg.replaceChildren(...bars);
@@ -118,7 +116,10 @@ async function overview() {
     showCaches(caches);
     table("engines", [["engine"], ["holds", "n"], ["of", "n"], ["leases", "n"], ["reservations", "n"]],
       status.instances.map((i) => [i.instance, bytes(i.held_bytes), bytes(i.cap_bytes), count(i.leases), count(i.reservations)]), "none attached");
+    table("peers", [["peer"], ["address"], ["state"]],
+      (status.peers || []).map((p) => [p.name, p.address, p.up ? "up" : `down: ${p.why || "not reached yet"}`]), "none configured");
     await pins();
+    await curve();
     if (at("cache").value !== shownCache) await load();
   } catch (error) {
     at("state").className = "bad";
@@ -142,6 +143,28 @@ async function change(path, options) {
   } catch (error) {
     at("trust").textContent = error.message;
   }
+}
+
+// -- the curve ------------------------------------------------------------------------------------------------------
+
+function shape(name, attributes) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
+async function curve() {
+  const { pools } = await ask(`/v1/curve?add=${Number(at("add").value) * 2 ** 30}`);
+  const pool = pools.sort((a, b) => b.requests - a.requests)[0];
+  if (!pool || !pool.points.length) return;
+  const said = [["now", "host as it is"], ["with_disk", "host and disk"], ["added", "with that much more"]]
+    .flatMap(([key, what]) => pool[key].map((point) => `${what} (${bytes(point.bytes)}) ${percent(point.hit_ratio)}`));
+  at("curve-text").textContent = `${pool.model}, ${count(pool.requests)} requests: hits with ${said.join(", ")}`;
+  const most = Math.log2(1 + Math.max(...[...pool.points, ...pool.added].map((point) => point.bytes)));
+  const x = (point) => 600 * Math.log2(1 + point.bytes) / most, y = (point) => 140 * (1 - point.hit_ratio);
+  const line = shape("polyline", { points: pool.points.map((point) => `${x(point)},${y(point)}`).join(" ") });
+  const here = pool.now.map((point) => shape("line", { x1: x(point), x2: x(point), y1: 0, y2: 140 }));
+  at("curve").replaceChildren(...here, line);
 }
 
 // -- the tree -------------------------------------------------------------------------------------------------------
@@ -269,6 +292,7 @@ function top(nodes) {
 // -- start ----------------------------------------------------------------------------------------------------------
 
 at("cache").addEventListener("change", load);
+at("add").addEventListener("change", () => curve().catch(() => {}));
 at("out").addEventListener("click", () => into(zoom.parent || tree));
 at("login").addEventListener("submit", (event) => {
   event.preventDefault();
