@@ -176,6 +176,7 @@ def test_a_prompt_is_routed_to_the_host_that_has_it(tmp_path: Path) -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             ask({"tokens": "nonsense"})
         assert refused.value.code == 400
+        refused.value.close()
 
 
 def reachable(port: int) -> bool:
