@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import threading
 from pathlib import Path
@@ -314,7 +315,10 @@ async def test_what_was_committed_is_there_for_the_very_next_request_of_anybody(
 numbers = st.one_of(st.integers(-2, 5), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 31, 1 << 44, 1 << 62]))
 raw = st.one_of(st.binary(max_size=40), st.integers(0, 5).map(lambda n: tokens(*range(n))), st.just(rows(0, -1, 9)))
 kinds = {
-    int: numbers, bytes: raw, str: st.text(max_size=5), bool: st.booleans(),
+    int: numbers, bytes: raw, bool: st.booleans(),
+    str: st.one_of(st.text(max_size=5), st.sampled_from(["continues", "waiting", "dead"])),
+    float: st.sampled_from([0.0, -1.0, 0.5, 1e4, 1e300, math.inf, math.nan]),
+    tuple[int, ...]: st.lists(numbers, max_size=3).map(tuple),
     tuple[wire.Want, ...]: st.lists(st.builds(wire.Want, numbers, raw), max_size=2).map(tuple),
     tuple[wire.Sums, ...]: st.lists(st.builds(wire.Sums, numbers, raw), max_size=2).map(tuple),
     tuple[Slice, ...]: st.lists(st.builds(Slice, *[numbers] * 4), max_size=2).map(tuple),
@@ -322,6 +326,7 @@ kinds = {
 VERBS = (
     wire.Reset, wire.Unregister, wire.Match, wire.Acquire, wire.Release, wire.Forget, wire.Prefetch, wire.Reserve,
     wire.Commit, wire.Abort, wire.Exists, wire.AcquireKeys, wire.ReserveKeys, wire.Load, wire.Store, wire.Flush,
+    wire.Hint, wire.Order, wire.Push,
 )  # fmt: skip
 
 
@@ -331,6 +336,8 @@ def any_message(real: dict[str, list[int]]) -> st.SearchStrategy[wire.Message]:
     def field(info: msgspec.structs.FieldInfo) -> st.SearchStrategy[Any]:
         if info.name == "wait_ms":
             return st.sampled_from([0, 5, -1, 1 << 40])
+        if info.name == "handles":
+            return st.lists(st.sampled_from(real["handle"]), min_size=1, max_size=3).map(tuple)
         if info.name in real:
             return st.one_of(st.sampled_from(real[info.name]), numbers)
         return kinds[info.type]
