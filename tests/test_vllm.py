@@ -109,7 +109,7 @@ def test_a_sliding_window_model_gives_the_same_bits_with_hits(models: Path, home
     """Three KV cache groups: a fresh engine loads what each group needs, and what it gives is what was computed."""
     options = {"model": models / "gemma", "attach": ATTACH[attach](home.socket)}
     prompts = [prompt(200), prompt(96, 3), prompt(40, 9)]
-    whole = [192, 64 if attach == "connector" else 96, 32]
+    whole = [192, 64, 32]
     with Engine(tmp_path / "log", **options) as cold:
         assert cold.tell("layout")["groups"] == 3
         want = [cold.generate([each])[0] for each in prompts]
