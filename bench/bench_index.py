@@ -22,6 +22,7 @@ from rival import Rival, Running
 
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.index import Order, RadixIndex
+from kvtier.policy import Policy
 from kvtier.types import Kind, Tier
 
 PAGE = 64
@@ -43,7 +44,7 @@ class Bed:
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
-        self.index = RadixIndex(SPEC, ROOT_CHAIN, {Tier.HOST: Order(Tier.HOST)})
+        self.index = RadixIndex(SPEC, ROOT_CHAIN, {Tier.HOST: Order(Tier.HOST, Policy(Tier.HOST))})
         self.now = 0.0
 
     def keys(self, tokens: int) -> bytes:

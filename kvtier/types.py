@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Final
 
 PAGE_ALIGN: Final = 4096
@@ -90,3 +91,16 @@ def bad(field: str, expected: str, got: object = None) -> KvtierError:
 def align_up(n: int, to: int = PAGE_ALIGN) -> int:
     """The smallest multiple of `to` that is >= n."""
     return -(-n // to) * to
+
+
+def stretches(row: Iterable[int], nothing: int = NO_COPY) -> list[tuple[int, int]]:
+    """[begin, end) of the positions in a row that follow each other and do not hold `nothing`."""
+    out: list[tuple[int, int]] = []
+    for at, value in enumerate(row):
+        if value == nothing:
+            continue
+        if out and out[-1][1] == at:
+            out[-1] = (out[-1][0], at + 1)
+        else:
+            out.append((at, at + 1))
+    return out

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.identity import CacheSpec, GroupSpec, chain_keys
 from kvtier.index import KeyedIndex, Order, RadixIndex
+from kvtier.policy import Policy
 from kvtier.types import NO_COPY, Kind, Tier
 
 FULL = GroupSpec(Kind.FULL, 1, 1, 64)
@@ -22,7 +23,7 @@ def spec(page_tokens: int = 1, groups: tuple[GroupSpec, ...] = (FULL,), **more: 
 
 
 def radix(page_tokens: int = 1, groups: tuple[GroupSpec, ...] = (FULL,)) -> RadixIndex:
-    orders = {Tier.HOST: Order(Tier.HOST), Tier.DISK: Order(Tier.DISK)}
+    orders = {Tier.HOST: Order(Tier.HOST, Policy(Tier.HOST)), Tier.DISK: Order(Tier.DISK, Policy(Tier.DISK))}
     return RadixIndex(spec(page_tokens, groups), b"r" * 16, orders)
 
 
@@ -416,7 +417,7 @@ def test_dead_tails_go_before_colder_pages_that_can_be_resumed() -> None:
 
     put((1, 2, 3), {2}, 1.0)
     put((7, 8, 9), {0}, 2.0)
-    index.orders[Tier.HOST] = order = Order(Tier.HOST)
+    index.orders[Tier.HOST] = order = Order(Tier.HOST, Policy(Tier.HOST))
     for node in index.walk():
         node.queued = 0
         order.push(index, node)
@@ -432,7 +433,7 @@ keyed_names = st.tuples(st.integers(0, 1), st.integers(0, 5))
 @given(st.lists(st.tuples(st.sampled_from(["put", "lease", "unlease", "evict", "cut"]), keyed_names), max_size=60))
 def test_the_keyed_index_equals_a_dictionary(steps: list[tuple[str, tuple[int, int]]]) -> None:
     """Existence per (group, key), no parents, holes, leases."""
-    orders = {Tier.HOST: Order(Tier.HOST)}
+    orders = {Tier.HOST: Order(Tier.HOST, Policy(Tier.HOST))}
     index = KeyedIndex(spec(key_bytes=16, groups=(FULL, FULL)), b"r" * 16, orders)
     model: dict[bytes, int] = {}
     leased: list[tuple[object, bytes]] = []

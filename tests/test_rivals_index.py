@@ -21,14 +21,14 @@ from engines import STATE, WINDOW, spec
 from kvtier.client import page_keys
 from kvtier.identity import CacheSpec, GroupSpec, base_id, cache_id, chain_keys
 from kvtier.index import Order, RadixIndex
-from kvtier.index.order import Recency
+from kvtier.policy import Policy
 from kvtier.types import Kind, Tier
 
 FULL = GroupSpec(Kind.FULL, 1, 1, 64)
 
 
 def radix(page_tokens: int = 1, order: Order | None = None) -> RadixIndex:
-    orders = {Tier.HOST: Order(Tier.HOST) if order is None else order}
+    orders = {Tier.HOST: Order(Tier.HOST, Policy(Tier.HOST)) if order is None else order}
     return RadixIndex(spec((FULL,), page_tokens=page_tokens), b"r" * 16, orders)
 
 
@@ -195,7 +195,7 @@ def test_a_lease_holds_the_matched_pages_and_no_more() -> None:
 # -- cost ------------------------------------------------------------------------------------------------------------
 
 
-class Counting(Recency):
+class Counting(Policy[None]):
     """Least recently used, counting how often a leaf is looked at."""
 
     looks = 0
@@ -209,7 +209,7 @@ def test_an_eviction_looks_at_few_leaves_however_many_there_are() -> None:
     """Nothing is rebuilt: with twenty times the leaves, touched in any order, a victim costs no more looks."""
     cost = []
     for leaves in (1_000, 20_000):
-        policy = Counting()
+        policy = Counting(Tier.HOST)
         index = radix(order=Order(Tier.HOST, policy))
         for n in range(leaves):
             insert(index, path(n, n), float(n))
@@ -261,7 +261,7 @@ def test_what_is_left_of_a_path_keeps_nothing_of_the_rest_alive() -> None:
 
 def test_states_and_windows_survive_a_split_where_they_are() -> None:
     """A split moves no item to another page, of any group."""
-    index = RadixIndex(spec((FULL, WINDOW, STATE)), b"r" * 16, {Tier.HOST: Order(Tier.HOST)})
+    index = RadixIndex(spec((FULL, WINDOW, STATE)), b"r" * 16, {Tier.HOST: Order(Tier.HOST, Policy(Tier.HOST))})
     keys = np.repeat(np.arange(8, dtype="<i4"), 2).tobytes()
     node = index.extend(keys, 1.0)
     for group in range(3):

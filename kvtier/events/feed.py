@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvtier.identity import CHAIN_BYTES, CacheSpec
 from kvtier.index import Index, Node
-from kvtier.types import NO_COPY, Tier
+from kvtier.types import Tier, stretches
 
 MEDIUMS: Final[Mapping[int, str]] = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.DISK: "DISK"}
 FLUSH_S: Final = 0.005
@@ -133,18 +133,5 @@ class Feed:
         for tier in MEDIUMS:
             held = node.at[tier * index.groups + index.anchors[0]]
             if held is not None:
-                for lo, hi in runs(held):
+                for lo, hi in stretches(held):
                     self.stored(index, node, tier, lo, hi)
-
-
-def runs(handles: Any) -> list[tuple[int, int]]:
-    """Ranges of consecutive pages with a copy."""
-    out: list[tuple[int, int]] = []
-    for at, handle in enumerate(handles):
-        if handle == NO_COPY:
-            continue
-        if out and out[-1][1] == at:
-            out[-1] = (out[-1][0], at + 1)
-        else:
-            out.append((at, at + 1))
-    return out

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvtier.identity import CacheSpec
 from kvtier.index.node import LOCAL, TIERS, Node, blank
 from kvtier.index.order import Order, Warmth
-from kvtier.types import NO_COPY, RUN_PAGES, Kind
+from kvtier.types import NO_COPY, RUN_PAGES, Kind, stretches
 
 _HOLE = b"\xff" * 8
 """NO_COPY as it lies in an array of handles."""
@@ -116,12 +116,8 @@ class Copies:
     def _announce(self, node: Node, tier: int, at: int, handles: Sequence[int]) -> None:
         """Tell the watch of each stretch of new copies."""
         assert self.watch is not None
-        first = at
-        for position, handle in enumerate([*handles, NO_COPY], at):
-            if handle == NO_COPY:
-                if first < position:
-                    self.watch.stored(self, node, tier, first, position)
-                first = position + 1
+        for lo, hi in stretches(handles):
+            self.watch.stored(self, node, tier, at + lo, at + hi)
 
     def move(self, node: Node, at: int, tier: int, group: int, handle: int) -> int:
         """Replace one copy by another in the same tier (relocation); returns the old handle."""

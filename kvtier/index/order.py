@@ -11,8 +11,6 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvtier.types import RUN_PAGES
-
 if TYPE_CHECKING:
     from kvtier.index.base import Index
     from kvtier.index.copies import Copies
@@ -82,56 +80,6 @@ class Ranking(Protocol):
         """How many pages of the victim may go at this rank."""
 
 
-class Recency:
-    """Least recently used: the ranking where none is asked for."""
-
-    lanes = 1
-
-    def gain(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
-        """Nothing to note."""
-
-    def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
-        """Nothing to note."""
-
-    def use(self, node: Any, now: float) -> None:
-        """The index keeps the time."""
-
-    def fall(self, node: Any, parent: Any) -> None:
-        """The index keeps the time."""
-
-    def split(self, upper: Any, lower: Any) -> None:
-        """The index keeps the time."""
-
-    def join(self, upper: Any, lower: Any) -> None:
-        """The index keeps the time."""
-
-    def lane(self, node: Any) -> int:
-        """The only one."""
-        del node
-        return 0
-
-    def rank(self, index: Any, node: Any) -> float:
-        """Time of the last use."""
-        del index
-        rank: float = node.time
-        return rank
-
-    def pick(self, heads: Sequence[Any | None], now: float) -> int:
-        """The only one."""
-        del heads, now
-        return 0
-
-    def spare(self, node: Any) -> bool:
-        """Never."""
-        del node
-        return False
-
-    def share(self, node: Any) -> int:
-        """A run."""
-        del node
-        return RUN_PAGES
-
-
 class Order:
     """Leaves of one tier, what the policy would have go first, first.
 
@@ -141,9 +89,9 @@ class Order:
 
     __slots__ = ("_last", "_shares", "_stale", "_tie", "policy", "tier")
 
-    def __init__(self, tier: int, policy: Ranking | None = None) -> None:
+    def __init__(self, tier: int, policy: Ranking) -> None:
         self.tier = tier
-        self.policy: Ranking = policy or Recency()
+        self.policy = policy
         self._shares: dict[int, list[list[Entry]]] = {0: self._lanes()}
         """By quota, 0 for what is under none: a heap for each lane."""
         self._last = self.policy.lanes + 1

@@ -79,3 +79,21 @@ class Counting(Policy[Uses]):
         if above is not None:
             uses = self.uses(lower)
             uses.count, uses.given = above.count, above.given
+
+
+class Ageing(Counting):
+    """Counting, with the highest rank that went so far for a clock: every eviction ages those that stay."""
+
+    def __init__(self, tier: int) -> None:
+        super().__init__(tier)
+        self.age = 0.0
+
+    def mark(self) -> float:
+        """The age."""
+        return self.age
+
+    def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """What goes sets the age."""
+        super().lose(index, node, lo, hi, copies)
+        if node.below[self.tier] == 0:
+            self.age = max(self.age, self.rank(index, node))

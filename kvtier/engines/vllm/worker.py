@@ -15,7 +15,7 @@ from kvtier.client import Cache, Client, Lease, Reservation
 from kvtier.engines.vllm.formats import changed, ranks_of, slices_of, spec_of
 from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save
 from kvtier.engines.vllm.planes import NULL_BLOCK, Plane
-from kvtier.types import KvtierError
+from kvtier.types import KvtierError, stretches
 
 COPY_S: Final = 0.004
 """Loads between steps copy so long in each step, so that requests that run wait no longer."""
@@ -167,7 +167,7 @@ class Worker:
     def _load_group(self, lease: Lease, group: int, first: int, row: Sequence[int]) -> bool:
         """Whether the pages that a group keeps blocks for are all there and right."""
         plane = self._planes[group]
-        for begin, end in stretches(row):
+        for begin, end in stretches(row, NULL_BLOCK):
             at = begin
             for pages in lease.views(group, first + begin, end - begin):
                 pages.flags.writeable = True  # torch takes no other; it is only read
@@ -210,19 +210,6 @@ class Worker:
         while self._commits and self._commits[0].done():
             self._commits.popleft()
         self._commits.append(self._pool.submit(work))
-
-
-def stretches(row: Sequence[int]) -> list[tuple[int, int]]:
-    """[begin, end) of blocks that are there."""
-    out: list[tuple[int, int]] = []
-    for at, block in enumerate(row):
-        if block == NULL_BLOCK:
-            continue
-        if out and out[-1][1] == at:
-            out[-1] = (out[-1][0], at + 1)
-        else:
-            out.append((at, at + 1))
-    return out
 
 
 def blocks_of(table: Sequence[Sequence[int]], first: int, end: int) -> Blocks:
