@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from kvtier.types import Tier
 from storekit import MIB, drop_host, quiet, storing
 
 OTHERS = 700
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -41,10 +43,35 @@ async def starting(path: Path, host: int = 16 * MIB) -> AsyncIterator[Store]:
         await store.drain(10.0)
 
 
+class Gate:
+    """The loader brings one run at a turn of the loop, and waits for `opened` after a number of them."""
+
+    def __init__(self) -> None:
+        self.after = 300
+        self.opened = asyncio.Event()
+
+    async def paced(self, items: Iterable[T], slice_s: float) -> AsyncIterator[T]:
+        """In place of `sliced`; keys that an engine asks for are a list, and are not held."""
+        for n, item in enumerate(items):
+            yield item
+            await asyncio.sleep(slice_s)
+            if n == self.after and not isinstance(items, list):
+                await self.opened.wait()
+
+    async def loaded(self, store: Store) -> None:
+        """Let it end; it had not until now."""
+        assert store.parts.loading
+        self.opened.set()
+        await store.loading
+
+
 @pytest.fixture(autouse=True)
-def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Every slice is one run."""
+    gate = Gate()
     monkeypatch.setattr(restore, "SLICE_S", 0.0)
+    monkeypatch.setattr(restore, "sliced", gate.paced)
+    return gate
 
 
 def paths() -> list[bytes]:
@@ -69,7 +96,9 @@ async def fill(path: Path, groups: tuple[GroupSpec, ...], wants: tuple[wire.Want
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE), (FULL, WINDOW), (WINDOW,)])
-async def test_a_prefix_is_served_before_the_catalogue_is_loaded(tmp_path: Path, groups: tuple[GroupSpec, ...]) -> None:
+async def test_a_prefix_is_served_before_the_catalogue_is_loaded(
+    tmp_path: Path, groups: tuple[GroupSpec, ...], gate: Gate
+) -> None:
     """At the first request after a start every path is served whole and bit-exact; so is everything later on."""
     states = (wire.Want(1, np.array([9, 69, 199], "<i4").tobytes()),) if STATE in groups else ()
     served = await fill(tmp_path, groups, states)
@@ -78,10 +107,9 @@ async def test_a_prefix_is_served_before_the_catalogue_is_loaded(tmp_path: Path,
         await engine.open(spec(groups))
         for keys, pages in list(zip(paths(), served, strict=True))[2::-1]:
             assert (await engine.match(keys)).pages == pages
-            assert store.parts.loading
         assert await engine.get(paths()[0]) == served[0]
         assert store.parts.counts["runs_looked_up"] > 0
-        await store.loading
+        await gate.loaded(store)
         assert [await engine.get(keys) for keys in paths()] == served
         assert store.parts.counts["orphan_pages"] == 0
         engine.leave()
@@ -93,7 +121,7 @@ async def test_a_prefix_is_served_before_the_catalogue_is_loaded(tmp_path: Path,
         assert [await engine.get(keys) for keys in paths()] == served
 
 
-async def test_what_an_engine_stores_while_loading_hides_nothing(tmp_path: Path) -> None:
+async def test_what_an_engine_stores_while_loading_hides_nothing(tmp_path: Path, gate: Gate) -> None:
     """Pages stored again in host lie between those that disk has: runs below them are found, none is dropped."""
     async with storing(tmp_path, host=16 * MIB) as store:
         engine = Engine(store)
@@ -120,20 +148,19 @@ async def test_what_an_engine_stores_while_loading_hides_nothing(tmp_path: Path)
         cache.index.put(node, 0, Tier.HOST, 0, handles, sums)
         cache.index.publish(node, 8)
         found = await engine.match(paths()[0])
-        assert store.parts.loading
         assert found.pages == 200
-        await store.loading
+        await gate.loaded(store)
         assert store.parts.counts["orphan_pages"] == 0
         assert await engine.get(paths()[0]) == 200
         drop_host(store)
         assert await engine.get(paths()[0]) == 200
 
 
-async def test_keys_are_looked_up_before_the_catalogue_is_loaded(tmp_path: Path) -> None:
+async def test_keys_are_looked_up_before_the_catalogue_is_loaded(tmp_path: Path, gate: Gate) -> None:
     """Existence and acquisition of opaque keys, of either group."""
     keyed = spec((FULL, FULL), key_bytes=16)
     keys = [b"".join(bytes([n, group]) * 8 for n in range(200)) for group in range(2)]
-
+    gate.after = 2
     async with storing(tmp_path, host=16 * MIB) as store:
         engine = Engine(store)
         await engine.open(keyed)
@@ -149,16 +176,15 @@ async def test_keys_are_looked_up_before_the_catalogue_is_loaded(tmp_path: Path)
         assert set((await engine.call(wire.Exists(engine.opened.cache, 1, some))).states) == {5}
         assert set((await engine.call(wire.Exists(engine.opened.cache, 0, some))).states) == {0}
         got = await engine.call(wire.AcquireKeys(engine.opened.cache, 0, keys[0][-160:]))
-        assert store.parts.loading
         assert got.pages == 10
         for items in got.items:
             engine.verify(keys[0][-160:], items)
-        await store.loading
+        await gate.loaded(store)
         for group in range(2):
             assert set((await engine.call(wire.Exists(engine.opened.cache, group, keys[group]))).states) <= {3, 5}
 
 
-async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path) -> None:
+async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path, gate: Gate) -> None:
     """What is evicted before the end of loading is free after it, with what depended on it: no cell leaks."""
     await fill(tmp_path, (FULL,))
     async with starting(tmp_path) as store:
@@ -167,8 +193,7 @@ async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path) -
         assert (await engine.match(paths()[2])).pages == 110
         assert store.parts.persist.evict(40 * 4096)
         await flushed(store.parts.disk)
-        assert store.parts.loading
-        await store.loading
+        await gate.loaded(store)
         await quiet(store)
         await flushed(store.parts.disk)
         assert store.parts.disk.freeing_bytes == 0

@@ -14,6 +14,7 @@ from kvtier.identity import CHAIN_BYTES, base_id
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.graft import Late, Places, graft, graft_late
+from kvtier.store.slices import sliced
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
 from kvtier.tiers.records import Run, name_of
@@ -44,16 +45,12 @@ class Restore:
             return
         owners = self._caches(disk)
         self.parts.warmth.load()
-        until = time.perf_counter() + SLICE_S
-        for run in disk.load():
+        async for run in sliced(disk.load(), slice_s=SLICE_S):
             owner = owners.get(run.cache)
             if owner is None or owner.disk is None:
                 self._refuse(run, list(range(run.pages)))
             else:
                 self._graft(owner, run)
-            if time.perf_counter() > until:
-                await asyncio.sleep(0)
-                until = time.perf_counter() + SLICE_S
         self._graft_late()
         self._places.clear()
         self._sought.clear()
@@ -125,14 +122,10 @@ class Restore:
 
     async def keys(self, cache: Cache, keys: list[bytes]) -> None:
         """Index what disk has of these keys of a keyed cache."""
-        until = time.perf_counter() + SLICE_S
-        for key in keys:
+        async for key in sliced(keys, slice_s=SLICE_S):
             if self._loading(cache) is None:
                 return
             self._seek(cache, 0, b"", key)
-            if time.perf_counter() > until:
-                await asyncio.sleep(0)
-                until = time.perf_counter() + SLICE_S
 
     def _loading(self, cache: Cache) -> Places | None:
         """Where a cache's runs are put; None where nothing is loading (any more)."""

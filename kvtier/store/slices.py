@@ -12,14 +12,14 @@ SLICE_S: Final = 1e-3
 T = TypeVar("T")
 
 
-async def sliced(items: Iterable[T], rest_s: float = 0.0) -> AsyncIterator[T]:
+async def sliced(items: Iterable[T], rest_s: float = 0.0, slice_s: float = SLICE_S) -> AsyncIterator[T]:
     """The items; after each slice the loop has its turn, and at least `rest_s` seconds. They may change meanwhile."""
-    until = time.perf_counter() + SLICE_S
+    until = time.perf_counter() + slice_s
     for item in items:
         yield item
         if time.perf_counter() > until:
             await asyncio.sleep(rest_s)
-            until = time.perf_counter() + SLICE_S
+            until = time.perf_counter() + slice_s
 
 
 def popped(stack: list[T]) -> Iterator[T]:
