@@ -210,6 +210,10 @@ class KeyPath:
             yield from self._asking(lambda handle: wire.Reserve(handle, start, pages, lists, wait_ms), wire.Reserved)
         )
 
+    def next_room(self, start: int, pages: int, wait_ms: int) -> wire.Reserve:
+        """The request for slots of full groups that goes out before another was answered, on the handle as it is."""
+        return wire.Reserve(self._handle, start, pages, (), wait_ms)
+
     def _prefetching(self) -> Steps[None]:
         """Bring matched pages to host."""
         yield from self._asking(wire.Prefetch, wire.Ok)
