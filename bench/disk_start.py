@@ -27,11 +27,11 @@ from kvtier.tiers.records import (
     Version,
     cache_key,
     encode_cache,
-    encode_run,
     encode_version,
     name_of,
     place,
 )
+from kvtier.tiers.runrecord import encode_run
 
 RUN = 16
 PROMPT_RUNS = 62
