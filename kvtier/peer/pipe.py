@@ -53,7 +53,9 @@ class Pipe:
         """As the answerer: agree on keys. The asker has shown nothing before its next frame is received."""
         knock = await self.receive(frames.Knock, frames.MAX_HELLO)
         if knock.version != frames.VERSION or len(knock.nonce) != frames.NONCE_BYTES:
-            raise KvtierError(Code.VERSION, f"expected peer protocol version {frames.VERSION}, got {knock.version}")
+            error = KvtierError(Code.VERSION, f"expected peer protocol version {frames.VERSION}, got {knock.version}")
+            await self.send(frames.Refused(error.code.value, error.message))
+            raise error
         if not knock.sealed and not self.local:
             raise KvtierError(Code.FORBIDDEN, "pages are sent off loopback only under a seal")
         self.sealed = knock.sealed
