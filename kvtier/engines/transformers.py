@@ -13,10 +13,12 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 from transformers import GenerationConfig
+from transformers import __version__ as release
 
 from kvtier.client import Cache, Client, Path, page_keys
 from kvtier.engines.dynamic import cache_argument, layout_of, new_cache
 from kvtier.engines.fingerprint import fingerprint, version
+from kvtier.engines.points import Points
 from kvtier.identity import CacheSpec
 from kvtier.types import Tier, bad
 
@@ -32,6 +34,17 @@ ALLOWED: Final = frozenset(vars(GenerationConfig())) | {
 ONE_SEQUENCE: Final = {"num_beams": 1, "num_return_sequences": 1}
 UNTOUCHED: Final = ("prompt_lookup_num_tokens", "use_cache")
 CACHES: Final = frozenset({None, "dynamic", "static"})
+PREFILL: Final[dict[str, Any]] = ONE_SEQUENCE | {"max_new_tokens": 1, "do_sample": False, "use_cache": True}
+"""A `generate` that computes its tokens and nothing else: what it chooses next is dropped."""
+
+
+class Read(NamedTuple):
+    """What was read of a path."""
+
+    pages: Any
+    """uint8, [pages, item_bytes]."""
+    state: Any = None
+    """uint8, [item_bytes]: the state after them, where the model keeps one."""
 
 
 class Use(NamedTuple):
@@ -107,10 +120,13 @@ class Attached:
         tiers = tuple((Tier(segment.tier).name.lower(), segment.pages) for p in paths for segment in p.segments)
         columns = self._load(paths, pads, cache)
         loaded = time.perf_counter()
+        points = self._prefill(ids, mask, cache, pads, columns, [path.known for path in paths])
+        if points is not None:
+            options["stopping_criteria"] = points.watch(options.get("stopping_criteria"))
         out = self.model.generate(ids, attention_mask=mask, **{self._argument: cache}, **options)
         ended = time.perf_counter()
         rows = getattr(out, "sequences", out)
-        stored = self._store_rows(paths, pads, cache, rows)
+        stored = self._store_rows(paths, pads, cache, rows, points)
         hit = sum(max(0, columns - pad) for pad in pads)
         self.last = Use(ids.numel() - sum(pads), hit, tiers, loaded - began, stored, time.perf_counter() - ended)
         return out
@@ -150,12 +166,14 @@ class Attached:
         self.layout = layout_of(self.model, self._page_tokens)
         self._adapter = _adapters(self.model)
         self._version = version(self.model)
+        states = self.layout.states
         self.spec = CacheSpec(
             model=self._name,
             fingerprint=fingerprint(self.model, exact=exact),
             kv_dtype=str(self.layout.dtype).removeprefix("torch."),
             page_tokens=self._page_tokens,
-            groups=(self.layout.group,),
+            groups=(self.layout.group, *([states.group] if states else ())),
+            backend=f"transformers {release}" if states else "",
             adapter=self._adapter,
             salt=self._salt,
         )
@@ -217,48 +235,87 @@ class Attached:
     # -- pages ---------------------------------------------------------------------------------------------------
 
     def _load(self, paths: list[Path], pads: list[int], cache: Any) -> int:
-        """Copy the cached prefixes into `cache`; how many columns it has then: as many as every row has."""
-        rows = [self._read(path) for path in paths]
-        ends = [pad + len(pages) * self._page_tokens for pad, pages in zip(pads, rows, strict=True)]
-        columns = min(ends)
-        if columns <= min(pads):
+        """Copy the cached prefixes into `cache`; how many columns it has then: as many as every row has.
+
+        Where the model keeps states, that is where every row has a state point.
+        """
+        states, size = self.layout.states, self._page_tokens
+        if states is not None and not Points.possible(size, pads):
             return 0
-        self.layout.load(cache, rows, pads, columns)
+        rows = [self._read(path) for path in paths]
+        ends = [pad + len(row.pages) * size for pad, row in zip(pads, rows, strict=True)]
+        while states is not None and max(ends) > min(ends) > max(pads):
+            limits = [(min(ends) - pad) // size for pad in pads]
+            rows = [self._read(path, limit) for path, limit in zip(paths, limits, strict=True)]
+            ends = [pad + len(row.pages) * size for pad, row in zip(pads, rows, strict=True)]
+        columns = min(ends)
+        if columns <= (min(pads) if states is None else max(pads)):
+            return 0
+        self.layout.load(cache, [row.pages for row in rows], pads, columns)
+        if states is not None:
+            states.put(cache, [row.state for row in rows])
         return columns
 
-    def _read(self, path: Path) -> Any:
-        """The cached pages of a path: uint8, [pages, item_bytes]. One that is lost or wrong ends them."""
-        if not (path.pages or path.asking):
-            return torch.empty((0, self.layout.group.item_bytes), dtype=torch.uint8)
-        with path.acquire(-1 if path.asking else path.pages) as lease:
-            rows = torch.empty((lease.pages, self.layout.group.item_bytes), dtype=torch.uint8)
+    def _read(self, path: Path, limit: int = -1) -> Read:
+        """The cached pages of a path (of the first `limit`), and the state after them.
+
+        One that is lost or wrong ends them; without its state, a page is nothing.
+        """
+        group, states = self.layout.group, self.layout.states
+        nothing = Read(torch.empty((0, group.item_bytes), dtype=torch.uint8))
+        if not (path.pages or path.asking) or not limit:
+            return nothing
+        with path.acquire(limit if limit > 0 or path.asking else path.pages) as lease:
+            rows = torch.empty((lease.pages, group.item_bytes), dtype=torch.uint8)
             pages = 0
             while pages < lease.pages and lease.read(0, pages, rows[pages].numpy()):
                 pages += 1
-        return rows[:pages]
+            if states is None:
+                return Read(rows[:pages])
+            state = torch.empty(states.group.item_bytes, dtype=torch.uint8)
+            whole = pages and pages == lease.pages and lease.read(1, pages - 1, state.numpy())
+        return Read(rows, state) if whole else nothing
 
-    def _store_rows(self, paths: list[Path], pads: list[int], cache: Any, rows: Any) -> int:
+    def _prefill(
+        self, ids: Any, mask: Any, cache: Any, pads: list[int], loaded: int, known: list[int]
+    ) -> Points | None:
+        """Where the model keeps states: compute the prompt up to its last state point; all that were taken."""
+        states = self.layout.states
+        if states is None or not Points.possible(self._page_tokens, pads):
+            return None
+        points = Points(states, cache, self._page_tokens, pads)
+        for column in points.stops(loaded, ids.shape[1], known):
+            part = {"attention_mask": mask[:, :column], self._argument: cache}
+            self.model.generate(ids[:, :column], **part, **PREFILL)
+            points.take(column)
+        return points
+
+    def _store_rows(self, paths: list[Path], pads: list[int], cache: Any, rows: Any, points: Points | None) -> int:
         """Give back the whole pages of every row; how many the daemon did not have."""
         length, stored = int(cache.get_seq_length()), 0  # the last token's KV has not been computed
-        if self.layout.holds(cache, len(paths)):
+        if self.layout.holds(cache, len(paths)) and (self.layout.states is None or points is not None):
             for row, (path, pad) in enumerate(zip(paths, pads, strict=True)):
                 tokens = rows[row, pad : min(length, len(rows[row]))].cpu().numpy()
-                stored += self._store(path, cache, tokens, row, pad)
+                stored += self._store(path, cache, tokens, row, pad, points.items(row) if points else {})
         for path in paths:
             path.close()
         return stored
 
-    def _store(self, path: Path, cache: Any, tokens: Any, row: int, pad: int) -> int:
-        """Give back the whole pages of one row; how many the daemon did not have."""
+    def _store(self, path: Path, cache: Any, tokens: Any, row: int, pad: int, states: dict[int, Any]) -> int:
+        """Give back the whole pages of one row, and states by page; how many pages the daemon did not have."""
         last = len(tokens) // self._page_tokens
         path.extend(page_keys(self.spec, tokens)[len(path.keys) :])
         stored, first = 0, path.pages
         while first < last:
-            with path.reserve(first, last - first, wait_ms=RESERVE_MS) as held:
+            wants = [(1, [page for page in states if first <= page < last])] if states else []
+            with path.reserve(first, last - first, wants, wait_ms=RESERVE_MS) as held:
                 if not held.pages:
                     break
                 pages = self.layout.export(cache, first, held.pages, row, pad)
                 written = sum(held.write(0, first + i, pages[i].numpy()) for i in range(held.pages))
+                for page in range(first, first + held.pages):
+                    if page in states:
+                        held.write(1, page, states[page].numpy())
                 if not held.commit():
                     break
                 stored += written

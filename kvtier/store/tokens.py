@@ -90,11 +90,12 @@ class Tokens:
             self.parts.ways.curves.note(cache, path.keys)
             misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
         asking = self._ask(path, found)
+        known = cache.radix.deepest(path.keys)[1] if cache.radix.states else 0
         if not path.prefill:
-            return Matched(number, found.pages, parts, found.pending, asking=asking)
+            return Matched(number, found.pages, parts, found.pending, asking=asking, known=known)
         self.parts.links.need(self.parts.mover)
         verdict = self.parts.links.judge(cache, parts, path.prefill)
-        return Matched(number, found.pages, parts, found.pending, *verdict, asking=asking)
+        return Matched(number, found.pages, parts, found.pending, *verdict, asking=asking, known=known)
 
     def _ask(self, path: Path, found: Found) -> bool:
         """Whether peers are being asked for the rest of a path, which somebody here does not compute already."""
