@@ -15,6 +15,7 @@ from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from kvtier.engines.dynamic import Layout, cache_argument, layout_of, new_cache, rope_kind
 from kvtier.engines.fingerprint import fingerprint, version
+from kvtier.engines.images import Images
 from kvtier.engines.transformers import attach
 from kvtier.types import KvtierError
 
@@ -106,7 +107,7 @@ def test_loaded_kv_is_what_was_computed(model: Any, place: Place):
         kv.generate(ids, **GREEDY)
         path = kv.cache.match(_keys(ids[0, :80]))
         cache, want = new_cache(model), new_cache(model)
-        assert kv._load([path], [0], cache) == 80
+        assert kv._load([path], [0], cache, Images(None, ids[0], {})) == 80
         path.close()
     fill(model, ids, want)
     for ours, theirs in zip(cache.layers, want.layers, strict=True):

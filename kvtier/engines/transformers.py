@@ -18,6 +18,7 @@ from transformers import __version__ as release
 from kvtier.client import Cache, Client, Path, page_keys
 from kvtier.engines.dynamic import cache_argument, layout_of, new_cache
 from kvtier.engines.fingerprint import fingerprint, version
+from kvtier.engines.images import INPUTS, TYPES, Images, forget_positions, placeholder
 from kvtier.engines.points import Points
 from kvtier.identity import CacheSpec
 from kvtier.types import Tier, bad
@@ -104,29 +105,33 @@ class Attached:
     def generate(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Any:
         """What `model.generate` gives for token ids ([tokens] or [rows, tokens], padded on the left) or a text.
 
-        Takes the options of GenerationConfig (cache_implementation: dynamic or static) and logits_processor,
-        stopping_criteria, streamer. Raises bad_request for inputs that token ids do not identify (images, embeddings,
-        padding elsewhere), for several sequences a row and beams. The rows of a batch load equally many columns.
+        Takes the options of GenerationConfig (cache_implementation: dynamic or static), logits_processor,
+        stopping_criteria, streamer, and for one sequence its images as the model's processor gives them. Raises
+        bad_request for inputs that neither identify (embeddings, padding elsewhere), for several sequences a row and
+        beams. The rows of a batch load equally many columns.
         """
         ids = self._ids(input_ids)
         mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).to(ids.device)
+        given = {name: options.pop(name) for name in (*INPUTS, TYPES) if options.get(name) is not None}
         pads = self._check(ids, mask, options)
+        images = self._images(ids, pads, given)
         self._notice_new_weights()
         began = time.perf_counter()
         cache = new_cache(self.model, self._static(ids, options))
         # One token is always left to compute: its logits choose the first new one.
         prompts = [row[pad:-1].cpu().numpy() for row, pad in zip(ids, pads, strict=True)]
-        paths = [self.cache.match(page_keys(self.spec, prompt)) for prompt in prompts]
+        paths = [self.cache.match(self._keys(prompt, images)) for prompt in prompts]
         tiers = tuple((Tier(segment.tier).name.lower(), segment.pages) for p in paths for segment in p.segments)
-        columns = self._load(paths, pads, cache)
+        columns = self._load(paths, pads, cache, images)
         loaded = time.perf_counter()
         points = self._prefill(ids, mask, cache, pads, columns, [path.known for path in paths])
         if points is not None:
             options["stopping_criteria"] = points.watch(options.get("stopping_criteria"))
-        out = self.model.generate(ids, attention_mask=mask, **{self._argument: cache}, **options)
+        given = {name: given[name] for name in given if name not in INPUTS} | images.rest(columns - pads[0])
+        out = self.model.generate(ids, attention_mask=mask, **{self._argument: cache}, **given, **options)
         ended = time.perf_counter()
         rows = getattr(out, "sequences", out)
-        stored = self._store_rows(paths, pads, cache, rows, points)
+        stored = self._store_rows(paths, pads, cache, rows, points, images)
         hit = sum(max(0, columns - pad) for pad in pads)
         self.last = Use(ids.numel() - sum(pads), hit, tiers, loaded - began, stored, time.perf_counter() - ended)
         return out
@@ -176,6 +181,7 @@ class Attached:
             backend=f"transformers {release}" if states else "",
             adapter=self._adapter,
             salt=self._salt,
+            extras=placeholder(self.model.config) is not None,
         )
         self.cache: Cache = self.client.open(self.spec)
 
@@ -217,6 +223,25 @@ class Attached:
             raise bad("cache_implementation", "dynamic or static", got)
         return [int(pad) for pad in (mask == 0).sum(dim=1)]
 
+    def _images(self, ids: Any, pads: list[int], given: dict[str, Any]) -> Images:
+        """The images of a request, of which there may be none; raises bad_request where there cannot be any."""
+        token = placeholder(self.model.config)
+        if token is not None:
+            forget_positions(self.model)
+        if given:
+            what = next(iter(given))
+            if token is None:
+                raise bad(what, "nothing: the model's configuration names no token for images")
+            if len(ids) > 1 and given.keys() - {TYPES}:
+                raise bad(what, "one sequence where there are images", len(ids))
+            if self.layout.states is not None:
+                raise bad(what, "nothing: images and recurrent state are not shared together yet")
+        return Images(token, ids[0, pads[0] :], given)
+
+    def _keys(self, tokens: Any, images: Images) -> bytes:
+        """Keys of the whole pages of a row of tokens."""
+        return page_keys(self.spec, tokens, images.extras(self._page_tokens))
+
     def _static(self, ids: Any, options: dict[str, Any]) -> int:
         """Tokens that a StaticCache must have room for; 0 where none is asked for. kvtier brings it itself."""
         kind = self._option("cache_implementation", options)
@@ -234,7 +259,7 @@ class Attached:
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
-    def _load(self, paths: list[Path], pads: list[int], cache: Any) -> int:
+    def _load(self, paths: list[Path], pads: list[int], cache: Any, images: Images) -> int:
         """Copy the cached prefixes into `cache`; how many columns it has then: as many as every row has.
 
         Where the model keeps states, that is where every row has a state point.
@@ -248,7 +273,7 @@ class Attached:
             limits = [(min(ends) - pad) // size for pad in pads]
             rows = [self._read(path, limit) for path, limit in zip(paths, limits, strict=True)]
             ends = [pad + len(row.pages) * size for pad, row in zip(pads, rows, strict=True)]
-        columns = min(ends)
+        columns = pads[0] + images.fits(min(ends) - pads[0])
         if columns <= (min(pads) if states is None else max(pads)):
             return 0
         self.layout.load(cache, [row.pages for row in rows], pads, columns)
@@ -290,21 +315,23 @@ class Attached:
             points.take(column)
         return points
 
-    def _store_rows(self, paths: list[Path], pads: list[int], cache: Any, rows: Any, points: Points | None) -> int:
+    def _store_rows(
+        self, paths: list[Path], pads: list[int], cache: Any, rows: Any, points: Points | None, images: Images
+    ) -> int:
         """Give back the whole pages of every row; how many the daemon did not have."""
         length, stored = int(cache.get_seq_length()), 0  # the last token's KV has not been computed
         if self.layout.holds(cache, len(paths)) and (self.layout.states is None or points is not None):
             for row, (path, pad) in enumerate(zip(paths, pads, strict=True)):
                 tokens = rows[row, pad : min(length, len(rows[row]))].cpu().numpy()
-                stored += self._store(path, cache, tokens, row, pad, points.items(row) if points else {})
+                path.extend(self._keys(tokens, images)[len(path.keys) :])
+                last = len(tokens) // self._page_tokens
+                stored += self._store(path, cache, last, row, pad, points.items(row) if points else {})
         for path in paths:
             path.close()
         return stored
 
-    def _store(self, path: Path, cache: Any, tokens: Any, row: int, pad: int, states: dict[int, Any]) -> int:
-        """Give back the whole pages of one row, and states by page; how many pages the daemon did not have."""
-        last = len(tokens) // self._page_tokens
-        path.extend(page_keys(self.spec, tokens)[len(path.keys) :])
+    def _store(self, path: Path, cache: Any, last: int, row: int, pad: int, states: dict[int, Any]) -> int:
+        """Give back `last` whole pages of one row, and states by page; how many pages the daemon did not have."""
         stored, first = 0, path.pages
         while first < last:
             wants = [(1, [page for page in states if first <= page < last])] if states else []
