@@ -87,11 +87,12 @@ class Tokens:
         if first or not path.used:
             self.parts.tally.note(path, found, parts, first=first)
         asking = self._ask(path, found)
+        known = cache.radix.deepest(path.keys)[1] if cache.radix.states else 0
         if not path.prefill:
-            return Matched(number, found.pages, parts, found.pending, asking=asking)
+            return Matched(number, found.pages, parts, found.pending, asking=asking, known=known)
         self.parts.links.need(self.parts.mover)
         verdict = self.parts.links.judge(cache, parts, path.prefill)
-        return Matched(number, found.pages, parts, found.pending, *verdict, asking=asking)
+        return Matched(number, found.pages, parts, found.pending, *verdict, asking=asking, known=known)
 
     def _ask(self, path: Path, found: Found) -> bool:
         """Whether peers are being asked for the rest of a path, which somebody here does not compute already."""
