@@ -15,7 +15,6 @@ import xxhash
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
 from kvtier.peer.base import Pick, Place, Shared, Sink, Source
-from kvtier.peer.bulk import Line
 from kvtier.peer.frames import Refusal
 from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
 from kvtier.peer.node import FAULTS, Node
@@ -333,15 +332,14 @@ class DirectSource(_Held):
         nbytes = nbytes_of(self._shared.spec, items)
         picks = picks_of(items)
 
-        def work(line: Line) -> list[int | None]:
-            line.send(frames.Fetch(picks))
-            load = line.receive(frames.Load)
-            if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
-                raise _MismatchError("it announced other pages than were asked for")
-            return line.fill(places, np.frombuffer(load.sums, "<u8").tolist())
-
+        until = asyncio.get_running_loop().time() + 2 * tier.within(nbytes)  # it may read its disk first
         try:
-            found = await pipe.threaded(tier.pool, work, 2 * tier.within(nbytes))  # it may read its disk first
+            async with asyncio.timeout_at(until):
+                load = await pipe.ask(frames.Fetch(picks), frames.Load)
+            if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
+                raise _MismatchError("it announced other pages than were asked for")  # noqa: TRY301 - counted below
+            sums = np.frombuffer(load.sums, "<u8").tolist()
+            found = await pipe.fill(tier.pool, places, sums, until - asyncio.get_running_loop().time())
         except _MismatchError:
             tier.counts["peer_mismatch"] += 1
             raise
@@ -367,13 +365,11 @@ class DirectSink(_Held):
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo)
-
-        def work(line: Line) -> int:
-            line.pour(load, places)
-            return line.receive(frames.Stored).pages
-
+        within = 2 * tier.within(nbytes)
         try:
-            return await pipe.threaded(tier.pool, work, 2 * tier.within(nbytes))
+            async with asyncio.timeout(within):
+                await pipe.pour(tier.pool, load, places, within)
+                return (await pipe.receive(frames.Stored)).pages
         except BaseException as exc:
             self._fail(exc)
             raise
