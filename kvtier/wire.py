@@ -258,6 +258,27 @@ class Push(Message):
     """The peer's name in the fleet."""
 
 
+class Elsewhere(Message):
+    """Another host that keeps a part of the model: its name in the fleet, and the spec of the part."""
+
+    host: str
+    spec: CacheSpec
+
+
+class Agree(Message):
+    """How much of the handle's path this daemon and those of all other hosts of the model can serve. Pins nothing."""
+
+    handle: int
+    others: tuple[Elsewhere, ...]
+    wait_ms: int = 200
+
+
+class Agreed(Message):
+    """Reply to Agree: 0 also where some host did not say in time."""
+
+    pages: int
+
+
 class Order(Message):
     """In which order these requests are best served: longest shared prefix first, but overdue ones before all."""
 
@@ -713,6 +734,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Hint: 24,
     Push: 25,
     Order: 26,
+    Agree: 27,
     Exists: 32,
     AcquireKeys: 33,
     ReserveKeys: 34,

@@ -354,12 +354,13 @@ kinds = {
     tuple[int, ...]: st.lists(numbers, max_size=3).map(tuple),
     tuple[wire.Want, ...]: st.lists(st.builds(wire.Want, numbers, raw), max_size=2).map(tuple),
     tuple[wire.Sums, ...]: st.lists(st.builds(wire.Sums, numbers, raw), max_size=2).map(tuple),
+    tuple[wire.Elsewhere, ...]: st.just((wire.Elsewhere("b", spec()),)),
     tuple[Slice, ...]: st.lists(st.builds(Slice, *[numbers] * 4), max_size=2).map(tuple),
 }  # fmt: skip
 VERBS = (
     wire.Reset, wire.Unregister, wire.Match, wire.Acquire, wire.Release, wire.Forget, wire.Prefetch, wire.Reserve,
     wire.Commit, wire.Abort, wire.Exists, wire.AcquireKeys, wire.ReserveKeys, wire.Load, wire.Store, wire.Flush,
-    wire.Hint, wire.Order, wire.Push,
+    wire.Hint, wire.Order, wire.Push, wire.Agree,
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ The sync and the async client inherit these and add one line of I/O per verb.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -228,6 +228,12 @@ class KeyPath:
     def _pushing(self, to: str) -> Steps[None]:
         """Give a peer the pages of the path."""
         yield from self._asking(lambda handle: wire.Push(handle, to), wire.Ok)
+
+    def _agreeing(self, others: Mapping[str, CacheSpec], wait_ms: int) -> Steps[int]:
+        """Ask how much of the path all hosts of the model have."""
+        parts = tuple(wire.Elsewhere(host, spec) for host, spec in others.items())
+        reply = yield from self._asking(lambda handle: wire.Agree(handle, parts, wait_ms), wire.Agreed)
+        return reply[1].pages
 
     def _closing(self) -> Steps[None]:
         """Drop the handle."""
