@@ -227,6 +227,9 @@ class Direct:
             return None
         return DirectSink(self, peer, pipe, shared, keys, wanted.picks)
 
+    async def forget(self, shared: Shared) -> None:
+        """See PeerTier: peers' pages are theirs; a purge there empties them."""
+
     # -- routing ---------------------------------------------------------------------------------------------------
 
     async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
