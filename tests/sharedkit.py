@@ -100,6 +100,6 @@ class Redis(Process):
             sock.sendall(b"*%d\r\n" % len(raw) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in raw))
             return sock.recv(1 << 20)
 
-    def keys(self) -> list[bytes]:
+    def names(self) -> list[bytes]:
         """All names that it has."""
         return [line for line in self.cli("KEYS", "*").split(b"\r\n") if line.startswith(b"kvt1:")]

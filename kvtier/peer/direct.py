@@ -10,14 +10,13 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
-import xxhash
 
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
 from kvtier.peer.base import Pick, Place, Shared, Sink, Source
 from kvtier.peer.bulk import Line
 from kvtier.peer.frames import Refusal
-from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
+from kvtier.peer.items import echo, items_of, nbytes_of, page_name, picks_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
@@ -73,7 +72,7 @@ class Direct:
 
     def worth(self, shared: Shared, keys: bytes, have: int) -> bool:
         """See PeerTier."""
-        name = _page_name(shared, keys, have)
+        name = page_name(shared, keys, have)
         return any(not node.lacks(name) for node in self._homes_up(shared, keys))
 
     def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
@@ -85,7 +84,7 @@ class Direct:
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """See PeerTier. Ends as soon as one has all of it; who answers later is let go."""
-        name = _page_name(shared, keys, have)
+        name = page_name(shared, keys, have)
         asked = [node for node in self._homes_up(shared, keys) if not node.lacks(name)]
         waits = {asyncio.ensure_future(self._find(node, shared, keys, have)) for node in asked}
         found: list[Source] = []
@@ -129,7 +128,7 @@ class Direct:
             return None
         pipe, reply = answer
         if reply.pages > len(keys) // shared.spec.stride or reply.pages <= have:
-            node.note_lack(_page_name(shared, keys, have))
+            node.note_lack(page_name(shared, keys, have))
             node.give(pipe, good=reply.pages <= have)
             return None
         return DirectSource(self, node, pipe, shared, keys, reply.pages)
@@ -390,11 +389,6 @@ class DirectSink(_Held):
         except BaseException as exc:
             self._fail(exc)
             raise
-
-
-def _page_name(shared: Shared, keys: bytes, page: int) -> bytes:
-    """Names page `page` of a path with all before it."""
-    return xxhash.xxh3_128_digest(shared.id + keys[: (page + 1) * shared.spec.stride])
 
 
 def _refused(exc: BaseException) -> bool:

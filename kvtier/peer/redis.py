@@ -112,6 +112,7 @@ class Server:
                 one.until = until
                 if one.quiet():
                     return one
+                self.life += 1  # it hung up: perhaps it was started again
                 one.close()
         one = Line(self.address, until, self._login.tls)
         try:
@@ -236,8 +237,8 @@ class RedisShelf:
             return server if server.up else None
         tag = name[name.index("{") + 1 : name.index("}")]
         slot = binascii.crc_hqx(tag.encode(), 0) % SLOTS
-        server = next((server for first, last, server in self._slots if first <= slot <= last), None)
-        return server if server is not None and server.up else None
+        found = next((server for first, last, server in self._slots if first <= slot <= last), None)
+        return found if found is not None and found.up else None
 
     async def _spread(
         self, names: Sequence[str], work: Callable[[Line, list[int]], list[T]], until: float, silence: T

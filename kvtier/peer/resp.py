@@ -182,7 +182,7 @@ class Line:
         if self._tls:
             self._sock.settimeout(left)
         else:
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6) + 1))
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(int(left * 1e6) + 1, 1_000_000)))
 
     def _receive(self, view: memoryview, flags: int) -> int:
         """Receive into a view; how many bytes came."""

@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-import numpy as np
-
 from kvtier.identity import CHAIN_BYTES
 from kvtier.peer.base import Place, Shared
 
@@ -163,8 +161,3 @@ def _piece_name(name: str, head: Head, number: int) -> str:
 def _text(raw: bytes) -> str:
     """Bytes as names have them."""
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
-
-
-def flat(values: bytes) -> memoryview:
-    """Bytes of a small value as a view."""
-    return memoryview(np.frombuffer(values, np.uint8)).cast("B")
