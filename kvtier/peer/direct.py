@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import msgspec
-import xxhash
 
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
 from kvtier.peer.base import Pick, Shared, Sink, Source
 from kvtier.peer.ends import DirectSink, DirectSource, refused
-from kvtier.peer.items import items_of
+from kvtier.peer.items import items_of, page_name
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
@@ -71,7 +70,7 @@ class Direct:
 
     def worth(self, shared: Shared, keys: bytes, have: int) -> bool:
         """See PeerTier."""
-        name = _page_name(shared, keys, have)
+        name = page_name(shared, keys, have)
         return any(not node.lacks(name) for node in self._homes_up(shared, keys))
 
     def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
@@ -83,7 +82,7 @@ class Direct:
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """See PeerTier. Ends as soon as one has all of it; who answers later is let go."""
-        name = _page_name(shared, keys, have)
+        name = page_name(shared, keys, have)
         asked = [node for node in self._homes_up(shared, keys) if not node.lacks(name)]
         waits = {asyncio.ensure_future(self._find(node, shared, keys, have)) for node in asked}
         found: list[Source] = []
@@ -127,7 +126,7 @@ class Direct:
             return None
         pipe, reply = answer
         if reply.pages > len(keys) // shared.spec.stride or reply.pages <= have:
-            node.note_lack(_page_name(shared, keys, have))
+            node.note_lack(page_name(shared, keys, have))
             node.give(pipe, good=reply.pages <= have)
             return None
         return DirectSource(self, node, pipe, shared, keys, reply.pages)
@@ -236,6 +235,9 @@ class Direct:
             return None
         return DirectSink(self, peer, pipe, shared, keys, wanted.picks)
 
+    async def forget(self, shared: Shared) -> None:
+        """See PeerTier: peers' pages are theirs; a purge there empties them."""
+
     # -- routing ---------------------------------------------------------------------------------------------------
 
     async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
@@ -277,8 +279,3 @@ class Direct:
     def within(self, nbytes: int) -> float:
         """Seconds that a transfer may take."""
         return self.deadline_s + nbytes / MIN_BYTES_S
-
-
-def _page_name(shared: Shared, keys: bytes, page: int) -> bytes:
-    """Names page `page` of a path with all before it."""
-    return xxhash.xxh3_128_digest(shared.id + keys[: (page + 1) * shared.spec.stride])
