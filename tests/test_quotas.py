@@ -133,7 +133,7 @@ class Halted:
 
 async def test_while_leaves_move_under_another_rule_nobody_loses_and_nobody_waits_for_ever(tmp_path, monkeypatch):
     """Halfway: others make room from all leaves, who is over waits and is served at the end; rules change again."""
-    halted = Halted(3)
+    halted = Halted(0)
     monkeypatch.setattr(quotas, "sliced", halted.paced)
     async with storing(tmp_path, host=4 * MIB) as store:
         other, engine = await engine_of(store, b"b"), await engine_of(store, b"a")
@@ -146,6 +146,7 @@ async def test_while_leaves_move_under_another_rule_nobody_loses_and_nobody_wait
         assert store.parts.check() == []
         for n in range(8):
             assert await other.put(path(n), wait_ms=5000) == 4, "all of host is to be had for it"
+        assert held(store, other, Tier.HOST) == 32
         waiting = asyncio.create_task(engine.put(path(50), wait_ms=60_000))
         await asyncio.sleep(0)
         store.limit([*limited(pages=4, tenant=b"b"), *limited(pages=8)])
