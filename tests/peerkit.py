@@ -22,12 +22,14 @@ from kvtier.peer.base import PeerTier, Place, Shared
 from kvtier.peer.depot import Depot
 from kvtier.peer.direct import Direct
 from kvtier.peer.items import items_of
+from kvtier.peer.mooncake import MooncakeShelf
+from kvtier.peer.mooncake_child import Setup
 from kvtier.peer.redis import RedisShelf
 from kvtier.peer.secrets import Secrets, read
 from kvtier.peer.shelf import Shelf
 from kvtier.server.home import Home
 from kvtier.store import Store
-from sharedkit import Redis, needs_redis
+from sharedkit import Mooncake, Redis, needs_mooncake, needs_redis
 from storekit import storing, until
 
 SPEC = spec()
@@ -111,8 +113,27 @@ async def redis(home: Path, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
             yield pair
 
 
-TIERS = pytest.mark.parametrize("tier", [direct, pytest.param(redis, marks=needs_redis)])
-SHARED = pytest.mark.parametrize("tier", [pytest.param(redis, marks=needs_redis)])
+@contextlib.asynccontextmanager
+async def mooncake(home: Path, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
+    """The tier on a Mooncake Store of one node."""
+    with Mooncake(home) as cluster:
+        setup = setup_of(cluster)
+
+        def shelf(counts: Counter[str]) -> Shelf:
+            return MooncakeShelf(setup, deadline_s=PATIENCE_S, counts=counts)
+
+        async with depots(home, shelf, cluster.clear, cache) as pair:
+            yield pair
+
+
+def setup_of(cluster: Mooncake) -> Setup:
+    """How to join it."""
+    return Setup(cluster.master, "P2PHANDSHAKE", "tcp", "", 1)
+
+
+REDIS, MOONCAKE = pytest.param(redis, marks=needs_redis), pytest.param(mooncake, marks=needs_mooncake)
+TIERS = pytest.mark.parametrize("tier", [direct, REDIS, MOONCAKE])
+SHARED = pytest.mark.parametrize("tier", [REDIS, MOONCAKE])
 
 
 # -- servers that fail ---------------------------------------------------------------------------------------------
@@ -194,7 +215,24 @@ async def watched(tier: PeerTier, server: Server, secrets: Secrets) -> AsyncIter
         server.kill()
 
 
-REMOTES = pytest.mark.parametrize("remote", [direct_remote, pytest.param(redis_remote, marks=needs_redis)])
+@contextlib.asynccontextmanager
+async def mooncake_remote(home: Path, deadline_s: float) -> AsyncIterator[Remote]:
+    """Mooncake's master, and a node."""
+    with Mooncake(home) as cluster:
+        secrets = read(write_secrets(home / "secrets", [SCOPE]))
+        tier = Depot(MooncakeShelf(setup_of(cluster), deadline_s=deadline_s), secrets, deadline_s=deadline_s)
+        async with watched(tier, cluster, secrets) as remote:
+            yield remote
+
+
+REMOTES = pytest.mark.parametrize(
+    "remote",
+    [
+        direct_remote,
+        pytest.param(redis_remote, marks=needs_redis),
+        pytest.param(mooncake_remote, marks=needs_mooncake),
+    ],
+)
 
 
 # -- pages -----------------------------------------------------------------------------------------------------------

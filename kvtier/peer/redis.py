@@ -199,7 +199,8 @@ class RedisShelf:
 
     def start(self) -> None:
         """See Shelf."""
-        self._watch = asyncio.get_running_loop().create_task(self._run())
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
         while True:

@@ -61,9 +61,9 @@ class DepotSource:
                 out[at] = value
                 continue
             depot.counts["peer_torn" if at in failed else "peer_checksum"] += 1
-            spoilt.append(names[at])
+            spoilt += [names[at], *(want.name for want, of in zip(wants, owner, strict=True) if of == at)]
         if spoilt:
-            _log.warning("%d items of the shared store were not what was stored: dropped there", len(spoilt))
+            _log.warning("items of the shared store were not what was stored: %d values dropped there", len(spoilt))
             await shelf.drop(spoilt, depot.until())
         return out
 
