@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import shutil
@@ -28,7 +27,7 @@ from kvtier.peer.redis import Login, RedisShelf
 from kvtier.peer.secrets import read
 from kvtier.peer.shelf import item_name, marks
 from kvtier.types import KvtierError
-from peerkit import PATIENCE_S, SPEC, fetched, given
+from peerkit import PATIENCE_S, SPEC, fetched, given, given_soon
 from sharedkit import REDIS, Redis, needs_redis
 from storekit import until
 
@@ -74,6 +73,7 @@ def fleet(home: Path) -> Iterator[tuple[Redis, Host, Host]]:
         yield server, a, b
 
 
+@pytest.mark.slow
 def test_daemons_that_share_a_redis_serve_each_others_pages(tmp_path: Path) -> None:
     """What one computes another serves bit exact; a purge is for all; kill -9 and SIGSTOP of the server are misses."""
     with fleet(tmp_path) as (server, a, b):
@@ -142,19 +142,8 @@ async def test_a_cluster_that_loses_a_server_loses_its_share_only(tmp_path: Path
             lost.start()
             await until(lambda: all(row["up"] for row in shelf.status()))
             for path in PATHS:
-                await until_given(tier, shared, path)
+                await given_soon(tier, shared, path)
             assert [await fetched(tier, shared, path) for path in PATHS] == [5] * len(PATHS)
-
-
-async def until_given(tier: Depot, shared: object, path: bytes) -> None:
-    """Give a path until it is taken: a server that came back joins its Cluster when the others see it."""
-    for _ in range(100):
-        try:
-            if await given(tier, shared, path) >= 0:
-                return
-        except (OSError, AssertionError):
-            await asyncio.sleep(0.1)
-    raise AssertionError("never taken")
 
 
 @pytest.mark.slow
@@ -175,7 +164,7 @@ async def test_slots_that_moved_are_found_where_they_are_now(tmp_path: Path) -> 
                 assert b"OK" in server.cli("CLUSTER", "SETSLOT", str(slot), "NODE", after)
             with pytest.raises((OSError, AssertionError)):
                 await given(tier, shared, PATHS[0])
-            await until_given(tier, shared, PATHS[0])
+            await given_soon(tier, shared, PATHS[0])
             assert await fetched(tier, shared, PATHS[0]) == 5
 
 
