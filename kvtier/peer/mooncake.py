@@ -2,7 +2,7 @@
 
 Whatever the engine does, a call ends at its deadline: what hangs is left to hang, in the child, over shared memory
 that is used again only when the call has ended or the child is dead. Where too many hang the child is killed and
-another started. Bytes are copied once, between that memory and the slots, by the thread that takes the checksum.
+another started. Bytes are copied once, between that memory and the slots.
 """
 
 from __future__ import annotations
@@ -262,7 +262,10 @@ class MooncakeShelf:
     async def _move(self, verb: str, wants: Sequence[Want], until: float) -> list[int | None]:
         """Calls with bytes, as many at once as there are trays; what the engine says of each value."""
         loads = [self._load(verb, part, until) for part in _trays(wants)]
-        return [value for part in await asyncio.gather(*loads) for value in part]
+        told = [value for part in await asyncio.gather(*loads) for value in part]
+        if any(want.sum is not None for want in wants):
+            await self._threaded(_sum, wants)  # in order, as trays do not end in
+        return told
 
     async def _load(self, verb: str, wants: Sequence[Want], until: float) -> list[int | None]:
         """One call, through one tray."""
@@ -365,6 +368,12 @@ def _unpack(memory: np.ndarray, wants: Sequence[Want], at: Sequence[int], told: 
         end = offset
         for view in want.views:
             np.copyto(np.frombuffer(view, np.uint8), memory[end : end + len(view)])
-            if want.sum is not None:
-                want.sum.update(view)
             end += len(view)
+
+
+def _sum(wants: Sequence[Want]) -> None:
+    """Give the bytes to their hashes."""
+    for want in wants:
+        if want.sum is not None:
+            for view in want.views:
+                want.sum.update(view)
