@@ -22,7 +22,7 @@ REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 MOONCAKE = Path(sys.executable).with_name("mooncake_master")
 needs_redis = pytest.mark.skipif(REDIS is None, reason="no redis-server or valkey-server here")
 needs_mooncake = pytest.mark.skipif(
-    find_spec("mooncake") is None or not MOONCAKE.exists(), reason="no mooncake-transfer-engine-non-cuda here"
+    find_spec("mooncake") is None or not MOONCAKE.exists(), reason="no Mooncake here (extra mooncake)"
 )
 NODE = """
 import sys
