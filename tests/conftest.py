@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hfkit import Place
 from kvtier.demo.daemon import Daemon
 
 SETTLE_S = 5.0
@@ -52,3 +53,28 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield running
         if running.running:
             assert running.stop() == 0, running.log.read_text()[-2000:]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One daemon for the tests of a module that leave it alone."""
+    with Daemon(tmp_path_factory.mktemp("shared"), host="256MiB", disk="256MiB") as running:
+        yield running
+        assert running.stop() == 0
+
+
+@pytest.fixture
+def place(shared: Daemon, request: pytest.FixtureRequest) -> Place:
+    """The shared daemon, empty as far as this test can see."""
+    return Place(shared.socket, request.node.name.encode())
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Two busy cores shared with the daemon: more threads of torch only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -14,6 +14,7 @@ from kvtier import wire
 from kvtier.identity import CacheSpec
 from kvtier.peer.base import Place
 from kvtier.peer.items import picks_of
+from kvtier.store import Store
 from kvtier.types import Presence, Tier
 from peerkit import SPEC, TIERS, Pair, blank, direct, right
 from storekit import quiet, storing, until
@@ -237,3 +238,29 @@ async def test_engines_see_and_get_keys_of_peers_and_push_their_own(tmp_path: Pa
         engine.leave()
         mine.leave()
         assert idle(near) == []
+
+
+async def test_hosts_of_one_model_agree_on_a_page_where_each_can_resume(tmp_path: Path) -> None:
+    """States after 4 and 9 pages here, after 3 and 4 there: of 9 pages both can resume after 4, of 3 after none."""
+
+    async def states(store: Store, *pages: int) -> Engine:
+        engine = Engine(store)
+        await engine.open(ALL)
+        for number, page in enumerate(pages):
+            start = 0 if not number else pages[number - 1] + 1
+            part = PATH[: (page + 1) * ALL.stride]
+            want = wire.Want(2, np.array([page], "<i4").tobytes())
+            assert await engine.put(part, start, wants=(want,)) == page + 1 - start
+        return engine
+
+    async with direct(tmp_path, cache=ALL) as pair, storing(None) as near:
+        (await states(pair.far, 2, 3)).leave()
+        mine = await states(near, 3, 8)  # before it has peers: nothing is pushed
+        near.join_fleet(pair.tier)
+        others = (wire.Elsewhere("far", ALL),)
+        for keys, agreed in ((PATH, 4), (PATH[: 3 * ALL.stride], 0)):
+            matched = await mine.call(wire.Match(mine.opened.cache, 0, keys))
+            assert (await mine.call(wire.Agree(matched.handle, others, 5000))).pages == agreed
+        mine.leave()
+        await until(lambda: not near.parts.peers.busy)
+        near.parts.peers = None  # the tier is closed by whoever made it

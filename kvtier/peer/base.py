@@ -92,6 +92,9 @@ class PeerTier(Protocol):
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """Peers with more than `have` pages of the path, most first; asks its homes side by side, for one deadline."""
 
+    async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
+        """How many leading pages of a path one peer has; 0 where it does not say within the deadline."""
+
     def answers(self) -> bool:
         """Whether any peer is up."""
 

@@ -245,7 +245,7 @@ class Visit:
         load = frames.Load(picks, np.array(sums, "<u8").tobytes(), nbytes, name)
         home = self._home
 
-        await self._pipe.threaded(home.pool, lambda line: line.pour(load, places), home.within(nbytes))
+        await self._pipe.pour(home.pool, load, places, home.within(nbytes))
         self._parts.counts["pages_served_peer"] += len({place.page for place in places})
         self._parts.counts["bytes_host_to_peer"] += nbytes
 
@@ -312,7 +312,7 @@ class Visit:
             raise EOFError("other pages came than were asked for")
         places = [Place(g, page, cache.views(g, slots[g, page][1])) for g, page in items]
         sums = np.frombuffer(msg.sums, "<u8").tolist()
-        got = await self._pipe.threaded(home.pool, lambda line: line.fill(places, sums), home.within(nbytes))
+        got = await self._pipe.fill(home.pool, places, sums, home.within(nbytes))
         known = {(i[0], slots[i][0]): value for i, value in zip(items, got, strict=True) if value is not None}
         if len(known) < len(items):
             self._parts.counts["peer_checksum"] += len(items) - len(known)
