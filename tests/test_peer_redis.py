@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -33,6 +34,7 @@ from storekit import until
 
 pytestmark = needs_redis
 PATHS = [tokens(*range(100 * n, 100 * n + 5)) for n in range(1, 41)]
+NEW = [tokens(*range(100 * n, 100 * n + 5)) for n in range(51, 61)]
 PAGES = [list(range(100 * n, 100 * n + 5)) for n in range(1, 7)]
 
 
@@ -138,6 +140,11 @@ async def test_a_cluster_that_loses_a_server_loses_its_share_only(tmp_path: Path
             await until(lambda: sum(row["up"] for row in shelf.status()) == 2)
             left = [await fetched(tier, shared, path) for path in PATHS]
             assert any(0 < pages < 5 for pages in left), "a path whose later pages were there"
+            before = sum(len(server.names()) for server in servers if server is not lost)
+            for path in NEW:
+                with contextlib.suppress(OSError, AssertionError):
+                    await given(tier, shared, path)
+            assert sum(len(server.names()) for server in servers if server is not lost) > before, "others take theirs"
             assert tier.counts["peer_checksum"] + tier.counts["peer_mismatch"] + tier.counts["peer_torn"] == 0
             lost.start()
             await until(lambda: all(row["up"] for row in shelf.status()))
@@ -182,6 +189,7 @@ async def test_a_redis_that_is_full_refuses_and_what_was_there_is_still_served(t
             assert tier.counts["peer_refused"] > 0
             assert await fetched(tier, shared, PATHS[0]) == 5
             assert tier.answers()
+            assert await tier.offer("redis", shared, PATHS[2], ()) is None, "it is given nothing for a while"
 
 
 async def test_pages_are_forgotten_after_their_time(tmp_path: Path) -> None:

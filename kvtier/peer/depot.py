@@ -29,6 +29,8 @@ LACKS_S: Final = 1.0
 MAX_LACKS: Final = 1 << 16
 GENERATION_S: Final = 1.0
 """So long a cache's generation is believed: so late others notice a purge."""
+FULL_S: Final = 5.0
+"""So long a store that refused to take something is given nothing."""
 SLICE: Final = 256
 """Pages that are named without letting the loop go."""
 
@@ -59,6 +61,7 @@ class Depot:
         self.purges = 0
         """How often some cache was purged here: what was found before counts no more."""
         self._life = 0
+        self._full_until = 0.0
 
     def start(self) -> None:
         """See PeerTier."""
@@ -107,6 +110,8 @@ class Depot:
         self._generations.pop(shared.id, None)
         if await self.shelf.drop([generation_name(shared)], until):
             self._emptied.discard(shared.id)
+        else:
+            _log.warning("a purge waits for the shared store; until then nothing of that cache is taken from it")
         return shared.id not in self._emptied
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -193,7 +198,7 @@ class Depot:
         self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
     ) -> Sink | None:
         """See PeerTier."""
-        if node != self.shelf.name or not self.shelf.up:
+        if node != self.shelf.name or not self.shelf.up or self._full_until > time.monotonic():
             return None
         until = self.until()
         named = await _marks(shared, keys)
@@ -204,10 +209,14 @@ class Depot:
         full = [group] if shared.spec.keyed else always(shared.spec)
         items = sorted({*((g, at) for g in full for at in range(pages)), *items_of(shared.spec, spare, pages)})
         there = await self.shelf.has([item_name(shared, generation, named[at], g) for g, at in items], until)
-        if None in there:
+        lacking = [item for item, has in zip(items, there, strict=True) if has is False]
+        if None in there and not lacking:
             return None
-        lacking = [item for item, has in zip(items, there, strict=True) if not has]
-        return DepotSink(self, shared, generation, named, lacking, life)
+        return DepotSink(self, shared, generation, named, lacking, life=life, unknown=there.count(None))
+
+    def refused(self) -> None:
+        """It answers and does not take what it is given: give it nothing for a while."""
+        self._full_until = time.monotonic() + FULL_S
 
     # -- routing ---------------------------------------------------------------------------------------------------
 

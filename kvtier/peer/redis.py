@@ -177,8 +177,8 @@ class RedisShelf:
         self._pool = ThreadPoolExecutor(THREADS, "kvtier-redis")
         self._seeds = list(servers)
         self._servers = {address: self._server(address) for address in servers}
-        self._slots: list[tuple[int, int, Server]] = []
-        """(first slot, last slot, server), of a Cluster."""
+        self._slots: list[Server | None] = []
+        """Of a Cluster, who has each slot."""
         self._moved = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
@@ -229,17 +229,17 @@ class RedisShelf:
             self._servers[address] = self._server(address)
         for gone in self._servers.keys() - {address for *_, address in found} - set(self._seeds):
             self._servers.pop(gone).hang_up()
-        self._slots = [(first, last, self._servers[address]) for first, last, address in found]
+        self._slots = [None] * SLOTS if found else []
+        for first, last, address in found:
+            self._slots[first : last + 1] = [self._servers[address]] * (last + 1 - first)
 
     def _of(self, name: str) -> Server | None:
         """The server that has a name; None where nobody has it now."""
-        if not self._slots:
-            server = self._servers[self._seeds[0]]
-            return server if server.up else None
-        tag = name[name.index("{") + 1 : name.index("}")]
-        slot = binascii.crc_hqx(tag.encode(), 0) % SLOTS
-        found = next((server for first, last, server in self._slots if first <= slot <= last), None)
-        return found if found is not None and found.up else None
+        server: Server | None = self._servers[self._seeds[0]]
+        if self._slots:
+            tag = name[name.index("{") + 1 : name.index("}")]
+            server = self._slots[binascii.crc_hqx(tag.encode(), 0) % SLOTS]
+        return server if server is not None and server.up else None
 
     async def _spread(
         self, names: Sequence[str], work: Callable[[Line, list[int]], list[T]], until: float, silence: T
@@ -344,4 +344,4 @@ def _slots(line: Line) -> list[tuple[int, int, tuple[str, int]]]:
             return []
         raise
     here = line.address[0].encode()
-    return [(int(row[0]), int(row[1]), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows]
+    return [(int(row[0]), min(int(row[1]), SLOTS - 1), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows]

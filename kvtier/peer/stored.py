@@ -100,9 +100,11 @@ class DepotSink:
         generation: bytes,
         named: list[Mark],
         lacking: list[tuple[int, int]],
+        *,
         life: int,
+        unknown: int,
     ) -> None:
-        """`life` of the shelf when the generation was read."""
+        """`life` of the shelf when the generation was read; `unknown`: items of which it did not say."""
         self.node = depot.shelf.name
         self.picks: tuple[Pick, ...] = ()
         self._depot = depot
@@ -110,6 +112,7 @@ class DepotSink:
         self._generation = generation
         self._named = named
         self._life = life
+        self._unknown = unknown
         self._lacking = sorted(lacking, key=lambda item: (item[1], item[0]))
         """By page, so that what is there is always the beginning of something."""
         self._next()
@@ -137,14 +140,18 @@ class DepotSink:
             bodies += pieces(name, head, place)
         # A head is written when its bytes are there: what has a head can be read, until the store evicts some of it.
         if not all(await shelf.write(bodies, until)) or not all(await shelf.write(heads, until)):
+            if shelf.up and self._life == shelf.life:
+                depot.refused()
             raise OSError("the shared store did not take all of it")
         if self._life != shelf.life:
             raise OSError("the shared store was away meanwhile: what was written may be of no generation")
         return len({place.page for place in places})
 
     async def more(self) -> None:
-        """See Sink."""
+        """See Sink. Raises OSError at the end where something is left to be tried again."""
         self._next()
+        if not self.picks and self._unknown:
+            raise OSError(f"part of the shared store does not answer: {self._unknown} items were not given to it")
 
     def close(self) -> None:
         """See Sink."""
