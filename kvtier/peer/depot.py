@@ -21,7 +21,7 @@ from kvtier.peer.direct import MIN_BYTES_S
 from kvtier.peer.items import items_of, page_name
 from kvtier.peer.reach import Reach, always
 from kvtier.peer.secrets import Secrets
-from kvtier.peer.shelf import GENERATION_BYTES, Mark, Shelf, generation_name, item_name, marks
+from kvtier.peer.shelf import GENERATION_BYTES, HEAD, Mark, Shelf, generation_name, item_name, marks
 from kvtier.peer.stored import DepotSink, DepotSource
 
 LACKS_S: Final = 1.0
@@ -145,11 +145,18 @@ class Depot:
         if generation is None:
             return None
 
+        heads: dict[tuple[int, int], bytes] = {}
+
         async def ask(items: list[tuple[int, int]]) -> list[bool | None]:
-            return await self.shelf.has([item_name(shared, generation, named[at], g) for g, at in items], until)
+            names = [item_name(shared, generation, named[at], g) for g, at in items]
+            if not self.shelf.peeks:
+                return await self.shelf.has(names, until)
+            found = await self.shelf.peek(names, HEAD.size, until)
+            heads.update({item: raw for item, raw in zip(items, found, strict=True) if raw})
+            return [None if raw is None else raw != b"" for raw in found]
 
         pages = await Reach(shared.spec, len(named), ask).deepest(have)
-        return None if pages is None else DepotSource(self, shared, generation, named, pages)
+        return None if pages is None else DepotSource(self, shared, generation, named, pages, heads)
 
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
         """See PeerTier."""
@@ -182,7 +189,7 @@ class Depot:
         generation = await self.generation(shared, self.until())
         if generation is None:
             return None
-        return DepotSource(self, shared, generation, await _marks(shared, keys), len(keys) // shared.spec.stride)
+        return DepotSource(self, shared, generation, await _marks(shared, keys), len(keys) // shared.spec.stride, {})
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -33,12 +33,16 @@ TRAY: Final = 16 << 20
 """Bytes that one call moves at most."""
 TRAYS: Final = 8
 """Calls with bytes at a time."""
-MAX_LOST: Final = 4
+MAX_OPS: Final = 8
+"""Calls without bytes at a time."""
+MAX_LOST: Final = 8
 """Calls that may hang; more, and the child is killed."""
 THREADS: Final = 4
 START_S: Final = 20.0
 PING_S: Final = 1.0
 ALIGN: Final = 64
+SMALL: Final = 64 << 10
+"""Bytes that are copied sooner than a thread wakes."""
 GONE: Final = frozenset((-703, -704))
 """No such value, or one that is not whole."""
 SICK: Final = -900
@@ -65,6 +69,7 @@ class MooncakeShelf:
     """See Shelf. Owned by the loop thread."""
 
     name = "mooncake"
+    peeks = False
 
     def __init__(self, setup: Setup, *, deadline_s: float = 0.2, counts: Counter[str] | None = None) -> None:
         """`setup`: how the child joins the cluster."""
@@ -80,6 +85,7 @@ class MooncakeShelf:
         self._memory = np.frombuffer(mmap.mmap(self._memory_fd, 0), np.uint8)
         self._trays = list(range(TRAYS))
         self._room = asyncio.Semaphore(TRAYS)
+        self._asks = asyncio.Semaphore(MAX_OPS)
         self._number = 0
         self._calls: dict[int, asyncio.Future[list[int] | None]] = {}
         self._lost = 0
@@ -211,15 +217,34 @@ class MooncakeShelf:
             self._lost -= 1
 
         call.add_done_callback(found)
-        if self._lost > MAX_LOST and self._child is not None:
+        if self._lost == MAX_LOST + 1 and self._child is not None:
             _log.warning("more than %d calls of Mooncake's engine hang: it is killed", MAX_LOST)
             self._child.process.kill()  # its end of the socket closes, and _run goes on from there
 
     async def _small(self, verb: str, names: Sequence[str], until: float) -> list[int | None]:
         """A call without bytes; None where there is no answer."""
-        call = self._begin(verb, list(names)) if self.up and names else None
-        found = None if call is None else await self._ended(call, len(names), until)
+        if not await self._admitted(self._asks, until):
+            return [None] * len(names)
+        try:
+            call = self._begin(verb, list(names)) if self.up and names else None
+            found = None if call is None else await self._ended(call, len(names), until)
+        finally:
+            self._asks.release()
         return [None] * len(names) if found is None else [self._told(value) for value in found]
+
+    async def _admitted(self, room: asyncio.Semaphore, until: float) -> bool:
+        """Whether there is room for one more call by then, and somebody to ask."""
+        if self.up:
+            try:
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    await room.acquire()
+            except TimeoutError:
+                self.counts["peer_busy"] += 1
+            else:
+                if self.up:
+                    return True
+                room.release()  # it failed while this one waited
+        return False
 
     def _told(self, value: int) -> int | None:
         """A value, or None for what says nothing about it."""
@@ -263,20 +288,13 @@ class MooncakeShelf:
         """Calls with bytes, as many at once as there are trays; what the engine says of each value."""
         loads = [self._load(verb, part, until) for part in _trays(wants)]
         told = [value for part in await asyncio.gather(*loads) for value in part]
-        if any(want.sum is not None for want in wants):
-            await self._threaded(_sum, wants)  # in order, as trays do not end in
+        await self._threaded(_sum, [want for want in wants if want.sum is not None])  # in order, as trays do not end in
         return told
 
     async def _load(self, verb: str, wants: Sequence[Want], until: float) -> list[int | None]:
         """One call, through one tray."""
         nothing: list[int | None] = [None] * len(wants)
-        if not self.up:
-            return nothing
-        try:
-            async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                await self._room.acquire()
-        except TimeoutError:
-            self.counts["peer_busy"] += 1
+        if not await self._admitted(self._room, until):
             return nothing
         tray = self._trays.pop()
 
@@ -288,7 +306,7 @@ class MooncakeShelf:
         call = None
         try:
             if verb == "write":
-                await self._threaded(_pack, self._memory, wants, at)
+                await self._threaded(_pack, wants, self._memory, at)
             call = self._begin(verb, [want.name for want in wants], at, [want.nbytes for want in wants])
             found = None if call is None else await self._ended(call, len(wants), until)
         except BaseException:
@@ -300,14 +318,18 @@ class MooncakeShelf:
         try:
             told = nothing if found is None else [self._told(value) for value in found]
             if verb == "read":
-                await self._threaded(_unpack, self._memory, wants, at, told)
+                await self._threaded(_unpack, wants, self._memory, at, told)
         finally:
             free()
         return told
 
-    async def _threaded(self, work: Callable[..., None], *args: Any) -> None:
-        """Copy in a thread; a cancelled caller waits for it."""
-        future = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(self._pool, work, *args))
+    async def _threaded(self, work: Callable[..., None], wants: Sequence[Want], *args: Any) -> None:
+        """Go over bytes, in a thread where they are many; a cancelled caller waits for it."""
+        if sum(want.nbytes for want in wants) <= SMALL:
+            work(wants, *args)
+            return
+        loop = asyncio.get_running_loop()
+        future = asyncio.ensure_future(loop.run_in_executor(self._pool, work, wants, *args))
         try:
             await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -351,7 +373,7 @@ def _places(wants: Sequence[Want], first: int) -> list[int]:
     return [first + before for before in itertools.accumulate(sizes[:-1], initial=0)]
 
 
-def _pack(memory: np.ndarray, wants: Sequence[Want], at: Sequence[int]) -> None:
+def _pack(wants: Sequence[Want], memory: np.ndarray, at: Sequence[int]) -> None:
     """Copy values into shared memory."""
     for want, offset in zip(wants, at, strict=True):
         end = offset
@@ -360,7 +382,7 @@ def _pack(memory: np.ndarray, wants: Sequence[Want], at: Sequence[int]) -> None:
             end += len(view)
 
 
-def _unpack(memory: np.ndarray, wants: Sequence[Want], at: Sequence[int], told: Sequence[int | None]) -> None:
+def _unpack(wants: Sequence[Want], memory: np.ndarray, at: Sequence[int], told: Sequence[int | None]) -> None:
     """Copy those values out that are there, whole."""
     for want, offset, size in zip(wants, at, told, strict=True):
         if size != want.nbytes:
@@ -374,6 +396,5 @@ def _unpack(memory: np.ndarray, wants: Sequence[Want], at: Sequence[int], told: 
 def _sum(wants: Sequence[Want]) -> None:
     """Give the bytes to their hashes."""
     for want in wants:
-        if want.sum is not None:
-            for view in want.views:
-                want.sum.update(view)
+        for view in want.views:
+            want.sum.update(view)

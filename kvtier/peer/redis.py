@@ -70,7 +70,7 @@ class Server:
             self._counts["peer_busy"] += 1
             return None
         try:
-            return await self._threaded(work, until)
+            return await self._threaded(work, until) if self.up else None  # it may have failed while this one waited
         except FAULTS as exc:
             self._counts["peer_failures"] += 1
             self.failed(exc)
@@ -159,6 +159,7 @@ class RedisShelf:
     """See Shelf."""
 
     name = "redis"
+    peeks = True
 
     def __init__(
         self,

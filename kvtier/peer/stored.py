@@ -22,13 +22,23 @@ _log = logging.getLogger("kvtier.peer")
 class DepotSource:
     """What the store has of a path (or of keys)."""
 
-    def __init__(self, depot: Depot, shared: Shared, generation: bytes, named: list[Mark], pages: int) -> None:
+    def __init__(
+        self,
+        depot: Depot,
+        shared: Shared,
+        generation: bytes,
+        named: list[Mark],
+        pages: int,
+        heads: dict[tuple[int, int], bytes],
+    ) -> None:
+        """`heads`: those that were read already, by (group, page)."""
         self.node = depot.shelf.name
         self.pages = pages
         self._depot = depot
         self._shared = shared
         self._generation = generation
         self._named = named
+        self._read = heads
         self._purges = depot.purges
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
@@ -70,7 +80,8 @@ class DepotSource:
     async def _heads(self, names: list[str], places: Sequence[Place]) -> list[Head | None]:
         """The heads of items that are there and are theirs."""
         depot = self._depot
-        raw = await depot.shelf.peek(names, HEAD.size, depot.until())
+        known = [self._read.get((place.group, place.page)) for place in places]
+        raw = known if None not in known else await depot.shelf.peek(names, HEAD.size, depot.until())
         out: list[Head | None] = []
         wrong = []
         for name, found, place in zip(names, raw, places, strict=True):
