@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import resource
+import signal
 import time
 from collections.abc import Iterator
 
@@ -14,6 +16,7 @@ import pytest
 from kvtier import wire
 from kvtier.client import Client, putting
 from kvtier.client.arenas import runs
+from kvtier.client.held import HeldReservation
 from kvtier.client.layout import SPAN_BYTES, checksum, copy_summed
 from kvtier.client.slots import SAMPLE, Checks
 from kvtier.demo.daemon import Daemon
@@ -369,4 +372,28 @@ def test_a_put_of_what_is_no_page_says_so_and_one_without_a_daemon_stores_nothin
     daemon.start()
     deadline = time.monotonic() + 20
     while path.put(0, [content(4), content(4)]) < 4:
+        assert time.monotonic() < deadline
+
+
+def test_a_put_whose_daemon_answers_too_late_holds_nothing(client, daemon, monkeypatch):
+    """The daemon is stopped between two requests for room: when it goes on, what it gave in vain returns."""
+    cache = client.open(spec_of(LARGE))
+    other = Client(daemon.socket, instance="engine", timeout_s=0.5)
+    with other:
+        mine = other.open(spec_of(LARGE))
+        path = mine.match(keys(64))
+        real, calls = HeldReservation.write_pages, itertools.count()
+
+        def stopping(self, *args, **more):
+            if next(calls) == 1:
+                os.kill(daemon.pid, signal.SIGSTOP)
+            return real(self, *args, **more)
+
+        monkeypatch.setattr(HeldReservation, "write_pages", stopping)
+        try:
+            assert path.put(0, [content(64, 1, LARGE.item_bytes)]) == 0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while cache.match(keys(64)).put(0, [content(64, 2, LARGE.item_bytes)], 1000) < 64:
         assert time.monotonic() < deadline
