@@ -171,6 +171,30 @@ def test_committed_pages_and_pages_of_others_are_not_written(cache):
         assert np.array_equal(shown(lease, 0, 6), np.concatenate((data, content(6, seed=5)[4:])))
 
 
+def test_slots_are_written_in_place_where_they_are_wanted(daemon, cache):
+    """Rows for what is neither stored nor committed, each at its position; what is written there is what is read."""
+    old, new = stored(cache, 3), content(6, seed=9)
+    path = cache.match(keys(6))
+    with path.reserve(0, 6, wait_ms=5000) as held:
+        assert [held.wants(0, page) for page in range(7)] == [False] * 3 + [True] * 3 + [False]
+        for at, rows in held.views(0, 0, 6):
+            assert at >= 3
+            rows[:] = new[at : at + len(rows)]
+        assert held.commit(0, 4) == 4
+        assert [held.wants(0, page) for page in range(6)] == [False] * 4 + [True] * 2
+        assert held.views(0, 3, 3) == []  # one of them is committed
+        assert sum(len(rows) for _, rows in held.views(0, 4, 2)) == 2
+        assert held.commit() == 6
+    with path.extend().acquire() as lease:
+        assert np.array_equal(shown(lease, 0, 6), np.concatenate([old, new[3:]]))
+    with Client(daemon.socket, instance="many slots") as client:
+        states = client.open(spec_of(SMALL, STATE))
+        with states.match(keys(2)).reserve(0, 2, [(1, [1])], wait_ms=5000) as held:
+            assert [held.wants(1, page) for page in range(2)] == [False, True]
+            with pytest.raises(KvtierError, match="use write"):
+                held.views(1, 1, 1)
+
+
 def test_items_of_several_slots_come_back_whole(daemon):
     """State points are written and read as rows too; there is no view of what lies in several places."""
     with Client(daemon.socket, instance="whole", timeout_s=10.0) as client:
