@@ -253,8 +253,11 @@ def fill(client: Client) -> str:
 
 @pytest.mark.parametrize(
     "message",
-    [wire.Check(), wire.Tree("", width=1000), wire.Remove("")],
-    ids=lambda message: type(message).__name__,
+    [
+        pytest.param(wire.Check(), id="check"),
+        pytest.param(wire.Tree("", width=1000), id="tree", marks=pytest.mark.slow),
+        pytest.param(wire.Remove(""), id="remove", marks=pytest.mark.slow),
+    ],
 )
 def test_engines_are_served_while_an_operator_walks_everything(tmp_path: Path, message):
     """Many matches are answered in the time of one walk; on a loop that walks in one go it would be one."""

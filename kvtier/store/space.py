@@ -97,7 +97,8 @@ class Space:
         """Wait until they are: what is on its way to disk can go soon."""
         gone = self.counts["evictions_host"]
         while not self.fits(cache, needs):
-            if self.counts["evictions_host"] > gone:
+            moving = bool(self.ways.quotas.moving) and asyncio.get_running_loop().time() < deadline
+            if self.counts["evictions_host"] > gone or moving:
                 gone = self.counts["evictions_host"]
                 await asyncio.sleep(0)
             elif not await self.persist.progress(deadline):
