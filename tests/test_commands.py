@@ -39,7 +39,7 @@ ELSEWHERE = {
     "make engines": "downloads 2.5 GB; tests/test_vllm_real.py runs what it makes, where it was made",
     "pip install": "would replace what is being tested; tests/test_package.py installs the wheel",
     "vllm serve": "needs vLLM and never ends; below, its JSON is read; tests/test_vllm_real.py runs such settings",
-    "python -m sglang.launch_server": "needs SGLang and a GPU; below, its JSON is read; tests/test_sglang.py runs the class",
+    "python -m sglang.launch_server": "needs SGLang and a GPU; below, its JSON is read; tests/test_sglang.py has it",
     "install -m": "writes to the system; below, the files that it names are looked for",
     "systemctl": "needs systemd as process 1; tests/test_systemd_run.py runs the units where there is one",
 }
