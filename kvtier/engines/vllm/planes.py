@@ -35,6 +35,7 @@ class Plane:
             raise bad("kv_caches", f"{shape} layers and heads of {group.cell_bytes} bytes", tuple(views[0].shape))
         if len({(view.shape, view.stride()) for view in views}) != 1:
             raise bad("kv_caches", "layers of one shape in a group", {tuple(view.shape) for view in views})
+        self.on_cpu = views[0].device.type == "cpu"
         self._whole = _together(views)
         self._views = views
 

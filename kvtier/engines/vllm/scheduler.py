@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvtier.client import Cache, Client, Lease, Path, Reservation
-from kvtier.engines.vllm.asked import Asked, tiers_of
+from kvtier.engines.vllm.asked import Asked, given, tiers_of
 from kvtier.engines.vllm.formats import changed
 from kvtier.engines.vllm.keys import Keys
 from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
@@ -195,13 +195,13 @@ class Scheduler:
         return Plan(self._changed, epoch, fence, loads, saves, drops, dict(self._heard))
 
     def _reused(self, output: Any, loads: Sequence[Load]) -> bool:
-        """Whether blocks that may still be being saved are given to something else in this step."""
+        """Whether blocks that may still be being saved are given to something else in this step.
+
+        vLLM does not say of every block that it moves a state to; there, all saves end before the next step.
+        """
         if not self._read:
             return False
-        tables = [new.block_ids for new in output.scheduled_new_reqs]
-        tables += [rows for rows in output.scheduled_cached_reqs.new_block_ids if rows is not None]
-        tables += [load.blocks for load in loads]
-        if all(self._read.isdisjoint(row) for table in tables for row in table):
+        if not self._states and all(self._read.isdisjoint(row) for row in given(output, loads)):
             return False
         self._read.clear()
         return True

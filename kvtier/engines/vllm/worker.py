@@ -104,6 +104,8 @@ class Worker:
                 continue  # a replica of this rank writes it
             if not sound or not isinstance(held, Reservation):
                 self._give_up(save, held)
+            elif not self._planes[0].on_cpu:
+                self._copy(save, held)  # in the order of the stream that computes
             else:
                 self._copies = [copy for copy in self._copies if not copy.done()]
                 self._copies.append(self._copier.submit(self._copy, save, held))
