@@ -11,7 +11,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvtier.peer.shelf import Want
 
@@ -24,6 +24,13 @@ VECTORS: Final = 256
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
+class Where(NamedTuple):
+    """An address that nobody has to look up any more."""
+
+    family: int
+    address: Any
+
+
 class ReplyError(Exception):
     """The server said no, and the connection goes on."""
 
@@ -31,21 +38,23 @@ class ReplyError(Exception):
 class Line:
     """A connection. Everything raises OSError, EOFError, TimeoutError; it is of no use after that."""
 
-    def __init__(self, address: tuple[str, int], until: float, tls: ssl.SSLContext | None) -> None:
-        """Connect by `until` (time.monotonic())."""
-        self.address = address
+    def __init__(self, host: str, where: Where, until: float, tls: ssl.SSLContext | None) -> None:
+        """Connect by `until` (time.monotonic()). `host` is the name that a certificate must have."""
+        self.where = where
         self.until = until
         self.cut = False
         self._tls = tls is not None
         self._buffer = bytearray(BUFFER)
         self._have = (0, 0)
         """Which bytes of the buffer came and were not read yet."""
-        self._sock = socket.create_connection(address, timeout=self._left())
+        self._sock = socket.socket(where.family, socket.SOCK_STREAM)
         try:
+            self._sock.settimeout(self._left())
+            self._sock.connect(where.address)
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if tls is not None:
-                self._sock = tls.wrap_socket(self._sock, server_hostname=address[0])
+                self._sock = tls.wrap_socket(self._sock, server_hostname=host)
             else:
                 self._sock.setblocking(True)
         except BaseException:
