@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -28,12 +29,13 @@ from kvtier.peer.redis import Login, RedisShelf
 from kvtier.peer.secrets import read
 from kvtier.peer.shelf import item_name, marks
 from kvtier.types import KvtierError
-from peerkit import PATIENCE_S, SPEC, fetched, given, given_soon
-from sharedkit import REDIS, Redis, needs_redis
+from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, right
+from sharedkit import REDIS, Proxy, Redis, needs_redis
 from storekit import until
 
 pytestmark = needs_redis
 PATHS = [tokens(*range(100 * n, 100 * n + 5)) for n in range(1, 41)]
+RNG = random.Random(0)
 NEW = [tokens(*range(100 * n, 100 * n + 5)) for n in range(51, 61)]
 PAGES = [list(range(100 * n, 100 * n + 5)) for n in range(1, 7)]
 
@@ -190,6 +192,55 @@ async def test_a_redis_that_is_full_refuses_and_what_was_there_is_still_served(t
             assert await fetched(tier, shared, PATHS[0]) == 5
             assert tier.answers()
             assert await tier.offer("redis", shared, PATHS[2], ()) is None, "it is given nothing for a while"
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit, somewhere."""
+    at = RNG.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << RNG.randrange(8)]) + data[at + 1 :]
+
+
+SPOILS = {
+    "flips": flipped,
+    "noise": lambda data: RNG.randbytes(len(data)),
+    "half": lambda data: data[: len(data) // 2],
+    "twice": lambda data: data + data,
+    "silence": lambda _: b"",
+    "end": lambda _: None,
+    "huge": lambda _: b"$99999999999\r\n",
+    "other length": lambda _: b"$3\r\nabc\r\n",
+    "numbers": lambda _: b":1\r\n" * 9,
+    "nothing": lambda _: b"$-1\r\n" * 9,
+    "lists": lambda _: b"*1\r\n" * 5000,
+    "long list": lambda _: b"*999999999\r\n",
+    "no": lambda _: b"-MOVED 1 127.0.0.1:1\r\n" * 9,
+    "line": lambda _: b"+" + b"x" * 9000,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SPOILS)
+async def test_whatever_comes_back_on_the_wire_nothing_wrong_is_served_and_it_goes_on(tmp_path: Path, how: str) -> None:
+    """Replies that are spoilt on their way are misses by the deadline; once they are right again, all pages come."""
+    with Redis(tmp_path) as server, Proxy(server.port) as proxy:
+        async with sharing(tmp_path, RedisShelf([proxy.address], deadline_s=0.3), 0.3) as tier:
+            await until(tier.answers)
+            shared = tier.shared(SPEC, "uid:0", 0)
+            for path in PATHS[:4]:
+                await given_soon(tier, shared, path)
+            sources = [source for path in PATHS[:4] for source in await tier.find(shared, path, 0)]
+            proxy.spoil = SPOILS[how]
+            for path, source in zip(PATHS, sources, strict=False):
+                places = blank(range(5))
+                sums = await source.fetch(places)
+                assert all(right(place, path) for place, value in zip(places, sums, strict=True) if value is not None)
+            for path in PATHS[:6]:
+                assert await fetched(tier, shared, path) in range(6), "whatever came is right"
+            proxy.spoil = None
+            await until(tier.answers)
+            for path in PATHS[:4]:
+                await given_soon(tier, shared, path)
+                assert await fetched(tier, shared, path) == 5
 
 
 async def test_pages_are_forgotten_after_their_time(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ class RedisShelf:
     async def peek(self, names: Sequence[str], most: int, until: float) -> list[bytes | None]:
         """See Shelf."""
         found = await self._ask([(b"GETRANGE", name.encode(), b"0", b"%d" % most) for name in names], names, until)
-        return [b"" if isinstance(one, bytes) and len(one) > most else one for one in found]
+        return [None if not isinstance(one, bytes) else one if len(one) <= most else b"" for one in found]
 
     async def _ask(self, commands: Sequence[tuple[bytes, ...]], names: Sequence[str], until: float) -> list[Any]:
         """Small commands about names; None where there is no answer."""
@@ -354,4 +354,9 @@ def _slots(line: Line) -> list[tuple[int, int, tuple[str, int]]]:
             return []
         raise
     here = str(line.where.address[0]).encode()
-    return [(int(row[0]), min(int(row[1]), SLOTS - 1), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows]
+    try:
+        return [
+            (int(row[0]), min(int(row[1]), SLOTS - 1), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows
+        ]
+    except (TypeError, LookupError, AttributeError):
+        raise EOFError("no map of a Cluster") from None

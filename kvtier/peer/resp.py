@@ -19,6 +19,8 @@ BUFFER: Final = 16 << 10
 MAX_LINE: Final = 4096
 MAX_SMALL: Final = 1 << 20
 """The longest value that is not read into views."""
+MAX_DEPTH: Final = 8
+MAX_LIST: Final = 1 << 16
 VECTORS: Final = 256
 """Buffers that one call takes."""
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -116,7 +118,7 @@ class Line:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def reply(self) -> Any:
+    def reply(self, depth: int = 0) -> Any:
         """Whatever comes next: bytes, int, None, a list of them. Raises ReplyError."""
         line = self._line()
         kind, rest = line[:1], line[1:]
@@ -125,7 +127,9 @@ class Line:
         if kind == b":":
             return int(rest)
         if kind == b"*":
-            return [self.reply() for _ in range(int(rest))]
+            if depth >= MAX_DEPTH or int(rest) > MAX_LIST:
+                raise EOFError("no reply of a Redis")
+            return [self.reply(depth + 1) for _ in range(int(rest))]
         size = self._size(line)
         if size < 0:
             return None
