@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -46,13 +47,27 @@ def no_leaks() -> Iterator[None]:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
+@contextlib.contextmanager
+def running_in(home: Path) -> Iterator[Daemon]:
     """A kvtierd process with a small host tier and a disk tier, which must end well when asked to."""
-    with Daemon(tmp_path, host="128MiB", disk="256MiB") as running:
+    with Daemon(home, host="128MiB", disk="256MiB") as running:
         yield running
         if running.running:
             assert running.stop() == 0, running.log.read_text()[-2000:]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """See running_in."""
+    with running_in(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One for all tests of a module that ask it for what it refuses, which leaves it as it was."""
+    with running_in(tmp_path_factory.mktemp("standing")) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
