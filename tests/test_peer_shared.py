@@ -9,11 +9,11 @@ import pytest
 
 from engines import Engine, spec, tokens
 from kvtier import wire
-from kvtier.identity import GroupSpec
+from kvtier.identity import GroupSpec, chain_keys
 from kvtier.peer.base import Place
 from kvtier.peer.depot import GENERATION_S, Depot
 from kvtier.peer.secrets import Secrets
-from kvtier.peer.shelf import HEAD, Want, generation_name, head_of, item_name, marks, pieces
+from kvtier.peer.shelf import HEAD, Head, Want, generation_name, head_of, item_name, marks, pieces
 from kvtier.types import Kind
 from peerkit import SHARED, SPEC, Pair, blank, fetched, given, right
 from storekit import storing, until
@@ -83,6 +83,22 @@ async def swap(names: Names, at: int) -> None:
     heads = await names.heads()
     (other,) = await names.depot.shelf.peek([heads[at - 1]], HEAD.size, soon())
     await put(names.depot, heads[at], other)
+
+
+def test_names_are_made_of_the_cache_and_the_chain_key_and_do_not_change() -> None:
+    """Two versions of kvtier that share a store call a page the same, by everything that its KV depends on."""
+    shared = Secrets(b"f" * 32, {"uid:0": b"s" * 32}).shared(SPEC, "uid:0", 0)
+    named = list(marks(shared, PATH))
+    assert b"".join(mark.chain for mark in named) == chain_keys(shared.id[:16], PATH, SPEC.stride)
+    assert generation_name(shared) == "kvt1:fkM492EPAcTEZ0pn8pss8XpPYHXvRaUCOybtAziBZPE:{generation}"
+    assert (
+        item_name(shared, b"generation12", named[1], 0)
+        == "kvt1:fkM492EPAcTEZ0pn8pss8XpPYHXvRaUCOybtAziBZPE:Z2VuZXJhdGlvbjEy:{S1v78QhxFGQa4xnPhmk_OA}:0"
+    )
+    assert (
+        Head(3, 4000, 5, named[1].echo).pack().hex()
+        == "4b56543103000000a00f0000000000000500000000000000c53b0f927d86c09ce4049a7115e80677"
+    )
 
 
 @SHARED

@@ -11,7 +11,7 @@ import xxhash
 
 from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.items import CHUNK_BYTES, chunk_pages, nbytes_of, picks_of
-from kvtier.peer.shelf import HEAD, PIECE, Head, Mark, Want, head_of, item_name, pieces
+from kvtier.peer.shelf import HEAD, Head, Mark, Want, head_of, item_name, pieces
 
 if TYPE_CHECKING:
     from kvtier.peer.depot import Depot
@@ -145,7 +145,7 @@ class DepotSink:
         bodies: list[Want] = []
         for place, value in zip(places, sums, strict=True):
             mark = self._named[place.page]
-            head = Head(place.group, PIECE, spec.groups[place.group].item_bytes, value, mark.echo)
+            head = Head(place.group, spec.groups[place.group].item_bytes, value, mark.echo)
             name = item_name(self._shared, self._generation, mark, place.group)
             heads.append(Want(name, [memoryview(head.pack())]))
             bodies += pieces(name, head, place)
