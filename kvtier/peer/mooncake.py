@@ -278,9 +278,14 @@ class MooncakeShelf:
         """See Shelf."""
         return [value == 0 for value in await self._move("write", wants, until)]
 
-    async def claim(self, name: str, value: bytes, until: float) -> None:
-        """See Shelf: values never change, so whoever is first stays."""
-        await self._move("write", [Want(name, [memoryview(value)])], until)
+    async def claim(self, names: Sequence[str], value: bytes, until: float) -> None:
+        """See Shelf: what is there is not written again, so whoever is first stays."""
+        await self._move("write", [Want(name, [memoryview(value)]) for name in names], until)
+
+    async def replace(self, names: Sequence[str], value: bytes, until: float) -> list[bool]:
+        """See Shelf."""
+        told = await self._move("replace", [Want(name, [memoryview(value)]) for name in names], until)
+        return [one == 0 for one in told]
 
     async def _move(self, verb: str, wants: Sequence[Want], until: float) -> list[int | None]:
         """Calls with bytes, as many at once as there are trays; what the engine says of each value."""
@@ -305,7 +310,7 @@ class MooncakeShelf:
         at = places_of(wants, tray * TRAY)
         call = None
         try:
-            if verb == "write":
+            if verb != "read":
                 await self._threaded(pack, wants, self._memory, at)
             call = self._begin(verb, [want.name for want in wants], at, [want.nbytes for want in wants])
             found = None if call is None else await self._ended(call, len(wants), until)

@@ -104,6 +104,7 @@ class Server:
         except BaseException:
             one.close()
             raise
+        line.clear()  # from here on it is nobody's to cut
         self._idle.append(one)
         return result
 
@@ -322,9 +323,13 @@ class RedisShelf:
         self.counts["peer_refused"] += done.count(False)
         return done
 
-    async def claim(self, name: str, value: bytes, until: float) -> None:
+    async def claim(self, names: Sequence[str], value: bytes, until: float) -> None:
         """See Shelf."""
-        await self._ask([(b"SET", name.encode(), value, b"NX")], [name], until)
+        await self._ask([(b"SET", name.encode(), value, b"NX") for name in names], names, until)
+
+    async def replace(self, names: Sequence[str], value: bytes, until: float) -> list[bool]:
+        """See Shelf."""
+        return [one == b"OK" for one in await self._ask([(b"SET", n.encode(), value) for n in names], names, until)]
 
     async def drop(self, names: Sequence[str], until: float) -> bool:
         """See Shelf."""

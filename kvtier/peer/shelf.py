@@ -21,6 +21,8 @@ from kvtier.peer.base import Place, Shared
 PIECE: Final = 2 << 20
 """Bytes of one value; a Redis slows down to a third with values of 32 MiB."""
 GENERATION_BYTES: Final = 12
+GENERATION_TAGS: Final = ("generation-ea", "generation-fa", "generation-px")
+"""Three whose slots are in the middle of the thirds of a Redis Cluster."""
 HEAD: Final = struct.Struct("<4sBxxxQQ16s")
 MAGIC: Final = b"KVT1"
 
@@ -74,8 +76,11 @@ class Shelf(Protocol):
     async def write(self, wants: Sequence[Want], until: float) -> list[bool]:
         """Store values, whether each is stored."""
 
-    async def claim(self, name: str, value: bytes, until: float) -> None:
-        """Store a value that outlives others, unless there is one of that name."""
+    async def claim(self, names: Sequence[str], value: bytes, until: float) -> None:
+        """Store a small value that does not expire under those of the names that have none."""
+
+    async def replace(self, names: Sequence[str], value: bytes, until: float) -> list[bool]:
+        """Store such a value under names whatever is there; where it is stored now."""
 
     async def drop(self, names: Sequence[str], until: float) -> bool:
         """Remove values; whether they are gone now."""
@@ -125,9 +130,9 @@ def marks(shared: Shared, keys: bytes) -> Iterator[Mark]:
             chain = digest[:CHAIN_BYTES]
 
 
-def generation_name(shared: Shared) -> str:
+def generation_names(shared: Shared) -> list[str]:
     """Where the generation of a cache is kept."""
-    return f"kvt1:{_text(shared.id)}:{{generation}}"
+    return [f"kvt1:{_text(shared.id)}:{{{tag}}}" for tag in GENERATION_TAGS]
 
 
 def item_name(shared: Shared, generation: bytes, mark: Mark, group: int) -> str:

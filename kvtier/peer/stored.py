@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger("kvtier.peer")
 
 
+class Life(NamedTuple):
+    """Of a cache in the store: its generation, and how many purges there had been here when that was read."""
+
+    generation: bytes
+    ended: int
+
+
 class DepotSource:
     """What the store has of a path (or of keys)."""
 
@@ -26,7 +33,7 @@ class DepotSource:
         self,
         depot: Depot,
         shared: Shared,
-        generation: bytes,
+        life: Life,
         named: list[Mark],
         pages: int,
         heads: dict[tuple[int, int], bytes],
@@ -36,20 +43,19 @@ class DepotSource:
         self.pages = pages
         self._depot = depot
         self._shared = shared
-        self._generation = generation
+        self._life = life
         self._named = named
         self._read = heads
-        self._purges = depot.purges
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
         """See Source."""
         found = await self._fetch(places)
-        return found if self._purges == self._depot.purges else [None] * len(places)
+        return found if self._life.ended == self._depot.generations.ended else [None] * len(places)
 
     async def _fetch(self, places: Sequence[Place]) -> list[int | None]:
         """Read the heads, then the bytes; whatever is not what was stored is dropped in the store too."""
         depot, shelf = self._depot, self._depot.shelf
-        names = [item_name(self._shared, self._generation, self._named[p.page], p.group) for p in places]
+        names = [item_name(self._shared, self._life.generation, self._named[p.page], p.group) for p in places]
         heads = await self._heads(names, places)
         states = [xxhash.xxh3_64() for _ in places]
         wants: list[Want] = []
