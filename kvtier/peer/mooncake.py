@@ -35,6 +35,8 @@ MAX_OPS: Final = 8
 MAX_LOST: Final = 8
 """Calls that may hang; more, and the child is killed."""
 THREADS: Final = 4
+MAX_SILENT: Final = 3
+"""Pings in a row without an answer."""
 START_S: Final = 20.0
 PING_S: Final = 1.0
 UNASKED: Final = "not asked yet"
@@ -147,16 +149,26 @@ class MooncakeShelf:
             pings.cancel()
 
     async def _pings(self) -> None:
-        while True:
-            call = self._begin("has", ["kvt1:ping"])
-            if call is None:
-                return
+        """Ask whether the master answers; a child that says nothing for long is killed."""
+        silent = 0
+        while (call := self._begin("has", ["kvt1:ping"])) is not None:
             found = await self._ended(call, 1, time.monotonic() + self._deadline_s)
+            silent = silent + 1 if found is None else 0
+            if silent >= MAX_SILENT:
+                self._kill(f"{silent} pings had no answer")
             if found is not None and found[0] < 0:
                 self._failed(OSError(f"the master does not answer ({found[0]})"))
             elif found is not None:
+                if not self.up:
+                    _log.info("the shared store of Mooncake answers")
                 self.up, self.why = True, ""
             await asyncio.sleep(PING_S)
+
+    def _kill(self, why: str) -> None:
+        """End the child: its end of the socket closes, and _run goes on from there."""
+        if self._child is not None:
+            _log.warning("the process of Mooncake's engine is killed: %s", why)
+            self._child.process.kill()
 
     async def _bury(self) -> None:
         """The child is dead: only now its calls are over."""
@@ -215,9 +227,8 @@ class MooncakeShelf:
             self._lost -= 1
 
         call.add_done_callback(found)
-        if self._lost == MAX_LOST + 1 and self._child is not None:
-            _log.warning("more than %d calls of Mooncake's engine hang: it is killed", MAX_LOST)
-            self._child.process.kill()  # its end of the socket closes, and _run goes on from there
+        if self._lost == MAX_LOST + 1:
+            self._kill(f"more than {MAX_LOST} calls hang")
 
     async def _small(self, verb: str, names: Sequence[str], until: float) -> list[int | None]:
         """A call without bytes; None where there is no answer."""
