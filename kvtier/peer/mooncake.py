@@ -80,6 +80,7 @@ class MooncakeShelf:
         self._deadline_s = deadline_s
         self._pool = ThreadPoolExecutor(THREADS, "kvtier-mooncake")
         self._memory_fd = os.memfd_create("kvtier-mooncake", os.MFD_CLOEXEC)
+        os.fchmod(self._memory_fd, 0o600)  # the default lets every user open it through /proc
         os.ftruncate(self._memory_fd, TRAY * TRAYS)
         self._memory = np.frombuffer(mmap.mmap(self._memory_fd, 0), np.uint8)
         self._trays = list(range(TRAYS))
