@@ -38,6 +38,9 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_ms: int = 200
     """How long a peer may take to answer; a transfer has that and the time of its bytes at 32 MiB/s."""
 
+    grace_s: int = 60
+    """A host that is down for longer is replaced as a home by the next one, which gets its pages from the others."""
+
     def check(self) -> None:
         """Raise bad_request naming the first setting that cannot be served."""
         if not self.nodes:
@@ -53,6 +56,8 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("peers.replicas", "1..16", self.replicas)
         if not 1 <= self.deadline_ms <= 60_000:
             raise bad("peers.deadline_ms", "1..60000", self.deadline_ms)
+        if not 1 <= self.grace_s <= 86_400:
+            raise bad("peers.grace_s", "1..86400", self.grace_s)
 
 
 class Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,10 +142,16 @@ def join(store: Store, config: Peers) -> Home | None:
     nodes, secrets = nodes_of(config.nodes), read(Path(config.secrets))
     deadline_s = config.deadline_ms / 1000
     tier = Direct(
-        nodes, config.name, secrets, replicas=config.replicas, deadline_s=deadline_s, counts=store.parts.counts
+        nodes,
+        config.name,
+        secrets,
+        replicas=config.replicas,
+        deadline_s=deadline_s,
+        grace_s=config.grace_s,
+        counts=store.parts.counts,
     )
     address = _address("peers.listen", config.listen) if config.listen else nodes[config.name]
-    home = Home(store, secrets, address, deadline_s)
+    home = Home(store, secrets, address, deadline_s, tier.fame)
     store.join_fleet(tier)
     _log.info("peer %s of %d, served on %s:%d", config.name, len(nodes), address[0], home.port)
     return home

@@ -113,6 +113,7 @@ METRICS: Final = (
     Shown("kvtier_tier_free_bytes", G, "Bytes free.", "tier", _tiers("free_bytes")),
     Shown("kvtier_queue_depth", G, "What waits: jobs in worker threads (mover_jobs), pages on their way to disk "
           "(disk_pages), items being loaded (loads), paths to be pushed to their homes (pushes), "
+          "whether pages are given to new homes (repairs), "
           "commits that wait for a parent (reservations_waiting), requests in flight (requests).", "queue",
           lambda d: d["queues"] | {"requests": d["server"]["requests_in_flight"]}),
     Shown("kvtier_peers_up", G, "Peers that answer.", "", lambda d: {"": sum(row["up"] for row in d["peers"])}),

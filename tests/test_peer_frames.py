@@ -13,6 +13,7 @@ from engines import spec
 from fleetkit import FLEET, free_ports, write_secrets
 from kvtier.config import load
 from kvtier.peer import frames
+from kvtier.peer.fame import Fame
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import read
 from kvtier.server.home import Home
@@ -74,7 +75,7 @@ async def test_who_lacks_the_fleets_key_is_told_nothing(tmp_path: Path) -> None:
     theirs = read(write_secrets(tmp_path / "theirs", ["uid:0"], fleet="55" * 32))
     (port,) = free_ports(1)
     async with storing(None) as store:
-        home = Home(store, mine, ("127.0.0.1", port), 1.0)
+        home = Home(store, mine, ("127.0.0.1", port), 1.0, Fame())
         home.start()
         try:
             for secrets in (mine, theirs):
@@ -101,7 +102,7 @@ async def test_a_cache_is_named_on_a_connection_only_after_its_secret_was_shown_
     shared = secrets.shared(spec(), "uid:0", 0)
     (port,) = free_ports(1)
     async with storing(None) as store:
-        home = Home(store, secrets, ("127.0.0.1", port), 1.0)
+        home = Home(store, secrets, ("127.0.0.1", port), 1.0, Fame())
         home.start()
         try:
             pipe = Pipe(socket.create_connection(("127.0.0.1", port)))

@@ -18,6 +18,7 @@ from kvtier import wire
 from kvtier.identity import CacheSpec
 from kvtier.peer.base import PeerTier, Place, Shared
 from kvtier.peer.direct import Direct
+from kvtier.peer.fame import Fame
 from kvtier.peer.items import picks_of
 from kvtier.peer.secrets import read
 from kvtier.server.home import Home
@@ -46,7 +47,7 @@ async def direct(home: Path, disk: Path | None = None, cache: CacheSpec = SPEC) 
     ports = dict(zip(("near", "far"), free_ports(2), strict=True))
     nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
     async with storing(disk) as far:
-        served = Home(far, secrets, nodes["far"], 5.0)
+        served = Home(far, secrets, nodes["far"], 5.0, Fame())
         served.start()
         tier = Direct(nodes, "near", secrets, deadline_s=5.0)
         tier.start()

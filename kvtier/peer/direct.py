@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,11 @@ import xxhash
 
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
-from kvtier.peer.base import Pick, Shared, Sink, Source
+from kvtier.peer.base import Move, Pick, Shared, Sink, Source
 from kvtier.peer.ends import DirectSink, DirectSource, refused
+from kvtier.peer.fame import Fame
 from kvtier.peer.items import items_of
+from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
@@ -40,21 +43,25 @@ class Direct:
         *,
         replicas: int = 2,
         deadline_s: float = 0.2,
+        grace_s: float = 60.0,
         counts: Counter[str] | None = None,
     ) -> None:
-        """`name` is this host's own in `nodes`. `deadline_s`: of one question; a transfer has its bytes' time too."""
+        """`name` is this host's own in `nodes`. `deadline_s`: of one question; a transfer has its bytes' time too.
+
+        A host that is down for longer than `grace_s` is no home.
+        """
         self.counts = Counter() if counts is None else counts
         self.deadline_s = deadline_s
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-peer")
         self.name = name
-        self._names = sorted(nodes)
+        self.fame = Fame()
+        self._members = Members(nodes, name, replicas, self.fame)
         self._late: set[asyncio.Future[Source | None]] = set()
         """Questions whose answers nobody waits for any more."""
         self._secrets = secrets
-        self._replicas = replicas
         self._nodes = {
-            each: Node(each, nodes[each], secrets, most=MAX_OPS, deadline_s=deadline_s, counts=self.counts)
-            for each in self._names
+            each: Node(each, where, secrets, most=MAX_OPS, deadline_s=deadline_s, counts=self.counts, grace_s=grace_s)
+            for each, where in sorted(nodes.items())
             if each != name
         }
 
@@ -76,9 +83,7 @@ class Direct:
 
     def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
         """Other hosts that may have pages of a path and answer, those with the deepest first."""
-        names = dict.fromkeys(
-            name for rung in ring.rungs(shared, keys) for name in ring.homes(self._names, rung.key, self._replicas)
-        )
+        names = dict.fromkeys(name for key in keys_of(shared, keys) for name in self._members.homes(key))
         return [node for name in names if (node := self._nodes.get(name)) is not None and node.up]
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
@@ -130,6 +135,7 @@ class Direct:
             node.note_lack(_page_name(shared, keys, have))
             node.give(pipe, good=reply.pages <= have)
             return None
+        self.fame.tell(keys_of(shared, keys[: reply.pages * shared.spec.stride])[0], reply.more, time.monotonic())
         return DirectSource(self, node, pipe, shared, keys, reply.pages)
 
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
@@ -167,8 +173,16 @@ class Direct:
 
     def key_homes(self, shared: Shared, group: int, key: bytes) -> list[str]:
         """See PeerTier."""
-        found = ring.homes(self._names, ring.key_name(shared, group, key), self._replicas)
-        return [name for name in found if name != self.name]
+        return [name for name in self._members.homes(ring.key_name(shared, group, key)) if name != self.name]
+
+    def moves(self) -> Move | None:
+        """See PeerTier."""
+        return self._members.look(self._nodes.values())
+
+    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:
+        """See PeerTier."""
+        keyed = shared.spec.keyed
+        return self._members.owed([ring.key_name(shared, group, keys)] if keyed else keys_of(shared, keys), move)
 
     async def holders(self, shared: Shared, group: int, keys: list[bytes]) -> dict[bytes, list[str]]:
         """See PeerTier."""
@@ -213,7 +227,7 @@ class Direct:
         """See PeerTier: other hosts only. A home on several rungs is named once, with the most pages."""
         found: dict[str, int] = {}
         for rung in ring.rungs(shared, keys):
-            for name in ring.homes(self._names, rung.key, self._replicas):
+            for name in self._members.homes(rung.key):
                 if name != self.name:
                     found.setdefault(name, rung.pages)
         return list(found.items())
@@ -259,7 +273,8 @@ class Direct:
     def preferred(self, shared: Shared, keys: bytes) -> list[str]:
         """See PeerTier: by the deepest rung, so that prompts that begin alike go to one host."""
         found = ring.rungs(shared, keys)
-        return ring.homes(self._names, found[0].key, len(self._names)) if found else self._names
+        names = self._members.names
+        return ring.homes(names, found[0].key, len(names)) if found else names
 
     def status(self) -> list[dict[str, Any]]:
         """See PeerTier."""

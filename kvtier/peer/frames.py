@@ -20,7 +20,7 @@ from kvtier.peer.base import Pick
 from kvtier.peer.secrets import derive
 from kvtier.types import Code, KvtierError, bad
 
-VERSION: Final = 1
+VERSION: Final = 2
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 16
 SEAL_BYTES: Final = 32
@@ -85,9 +85,10 @@ class Find(Message, tag=7):
 
 
 class Found(Message, tag=8):
-    """The first `pages` pages can be fetched."""
+    """The first `pages` pages can be fetched, from `more` homes than usual: it is hot."""
 
     pages: int
+    more: int = 0
 
 
 class Fetch(Message, tag=9):

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections import Counter
 from typing import Any, Final
 
@@ -41,6 +42,7 @@ class Node:
         most: int,
         deadline_s: float,
         counts: Counter[str],
+        grace_s: float = 60.0,
     ) -> None:
         self.name = name
         self.address = address
@@ -48,6 +50,9 @@ class Node:
         self.why = "not asked yet"
         self.incarnation = b""
         self.counts = counts
+        self._grace_s = grace_s
+        self._since = time.monotonic()
+        """When it was up last, while it is not."""
         self._secrets = secrets
         self._deadline_s = deadline_s
         self._idle: list[Pipe] = []
@@ -57,6 +62,11 @@ class Node:
         self._line: Pipe | None = None
         """The connection of pings."""
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def away(self) -> bool:
+        """Whether it has not answered for the grace time."""
+        return not self.up and time.monotonic() - self._since > self._grace_s
 
     # -- whether it answers ----------------------------------------------------------------------------------------
 
@@ -85,6 +95,7 @@ class Node:
     def failed(self, exc: BaseException) -> None:
         """It did not do what was asked: ask nothing more until it answers a ping."""
         if self.up:
+            self._since = time.monotonic()
             self.counts["peer_down"] += 1
             _log.warning("peer %s is asked nothing until it answers again: %r", self.name, exc)
         self.up, self.why = False, f"{type(exc).__name__}: {exc}"

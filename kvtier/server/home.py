@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from kvtier.peer.direct import MIN_BYTES_S
+from kvtier.peer.fame import Fame
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
 from kvtier.server.visit import Visit
@@ -30,11 +31,12 @@ _log = logging.getLogger("kvtier.peer")
 class Home:
     """Listens for peers. Owned by the loop thread."""
 
-    def __init__(self, store: Store, secrets: Secrets, address: tuple[str, int], deadline_s: float) -> None:
-        """Raises OSError where the address cannot be had."""
+    def __init__(self, store: Store, secrets: Secrets, address: tuple[str, int], deadline_s: float, fame: Fame) -> None:
+        """Raises OSError where the address cannot be had. `fame`: the peer tier's."""
         self.store = store
         self.secrets = secrets
         self.deadline_s = deadline_s
+        self.fame = fame
         self.incarnation = random.token_bytes(8)
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-home")
         family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]

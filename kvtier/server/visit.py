@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,7 +14,8 @@ import numpy as np
 from kvtier.identity import base_id, cache_id
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
-from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of
+from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, ranges
+from kvtier.peer.members import keys_of
 from kvtier.peer.pipe import Pipe
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import here, lend_keys, nodes_of
@@ -151,9 +153,11 @@ class Visit:
         route = self._tokens(msg.cache, msg.keys)
         cache = self._cache(route.shared)
         pages = 0 if cache is None else cache.radix.match(msg.keys, self._parts.now()).pages
-        if pages:
-            self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
-        return frames.Found(pages)
+        if not pages:
+            return frames.Found(0)
+        self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
+        more = self._home.fame.more(keys_of(route.shared, self._route.keys)[0], time.monotonic())
+        return frames.Found(pages, more)
 
     async def _have(self, msg: frames.Have) -> frames.Message:
         """Which keys are here; remembers them."""
@@ -221,6 +225,8 @@ class Visit:
         index.use(node, self._parts.now())
         index.lease(node)
         try:
+            if self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic()) and self._parts.peers:
+                self._parts.peers.pushes.offer(cache, node, pages)
             await self._send(cache, node, items, nbytes)
         finally:
             self._parts.unlease(cache, node)
@@ -231,7 +237,7 @@ class Visit:
         home, route = self._home, self._route
         assert route is not None
         within = home.within(nbytes)
-        missing = self._parts.loads.missing(cache, node, _ranges(items))
+        missing = self._parts.loads.missing(cache, node, ranges(items))
         if missing:
             await self._parts.loads.bring(cache, missing, asyncio.get_running_loop().time() + within)
         places, sums = ([], []) if node.dead else lend(cache, node, items)
@@ -328,12 +334,3 @@ class Visit:
             with contextlib.suppress(KvtierError):
                 self._guest.commit(self._home.store.commits, self._taking, {})
             self._taking = None
-
-
-def _ranges(items: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(group, first, count) that cover the items."""
-    out: dict[int, tuple[int, int]] = {}
-    for group, page in items:
-        lo, hi = out.get(group, (page, page))
-        out[group] = (min(lo, page), max(hi, page))
-    return [(group, lo, hi - lo + 1) for group, (lo, hi) in out.items()]

@@ -23,6 +23,7 @@ from kvtier.store.keyed import Keys
 from kvtier.store.keypeers import KeyPeers
 from kvtier.store.parts import Parts
 from kvtier.store.pushes import Pushes, shared_of
+from kvtier.store.repairs import Repairs
 from kvtier.store.reserve import Reservation
 from kvtier.store.tokens import Tokens
 from kvtier.types import KvtierError
@@ -113,16 +114,18 @@ class Peers:
         self.keys = KeyPeers(tier, keys, commits, self._guest)
         self._asking: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self.pushes = Pushes(parts, tier, self.keys)
+        self.repairs = Repairs(parts, tier, self.pushes)
 
     def start(self) -> None:
         """Watch the peers and push in the background."""
         self.tier.start()
         self.pushes.start()
+        self.repairs.start()
 
     async def close(self) -> None:
         """Ask nobody and push nothing any more."""
         self.pushes.close()
-        tasks = [*self.pushes.tasks, *self._asking.values(), *self.keys.tasks]
+        tasks = [*self.repairs.tasks, *self.pushes.tasks, *self._asking.values(), *self.keys.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
