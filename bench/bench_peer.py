@@ -33,6 +33,7 @@ from kvtier.identity import CacheSpec
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.secrets import read
+from kvtier.peer.terms import Terms
 
 PLAIN = "blocking socket"
 SCOPE = f"uid:{os.getuid()}"
@@ -65,7 +66,7 @@ class Fleet:
     @contextlib.asynccontextmanager
     async def tier(self) -> AsyncIterator[Direct]:
         """This process's peer tier, once both daemons answer."""
-        tier = Direct(self.nodes, "a", self.secrets, deadline_s=PATIENCE_S)
+        tier = Direct(self.nodes, Terms("a", self.secrets, PATIENCE_S))
         tier.start()
         try:
             while not all(row["up"] for row in tier.status()):  # noqa: ASYNC110 - other processes answer

@@ -200,3 +200,5 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         for host in self.hosts.values():
             host.close()
+            for log in host.daemon.home.rglob("*.log"):
+                assert not any(secret in log.read_text() for secret in (FLEET, SECRET)), f"{log} tells a secret"

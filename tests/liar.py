@@ -15,6 +15,7 @@ from kvtier.peer import frames
 from kvtier.peer.items import echo, items_of
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
+from kvtier.peer.terms import Terms
 
 MODES = ("bytes", "sums", "echo", "picks", "length", "short", "hang", "garbage", "close", "more")
 """What is wrong with what it sends: the bytes, the checksums, the path, other items, more bytes, half the bytes and the
@@ -62,7 +63,7 @@ class Liar:
 
     async def _serve(self, pipe: Pipe) -> None:
         try:
-            await pipe.answer(self._secrets, b"liar" * 2)
+            await pipe.answer(Terms("z", self._secrets), b"liar" * 2)
             while True:
                 message = await pipe.receive(frames.Message)
                 if isinstance(message, frames.Use):

@@ -21,6 +21,7 @@ from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
 from kvtier.peer.items import picks_of
 from kvtier.peer.secrets import read
+from kvtier.peer.terms import Terms
 from kvtier.server.home import Home
 from kvtier.store import Store
 from kvtier.types import Presence, Tier
@@ -47,9 +48,9 @@ async def direct(home: Path, disk: Path | None = None, cache: CacheSpec = SPEC) 
     ports = dict(zip(("near", "far"), free_ports(2), strict=True))
     nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
     async with storing(disk) as far:
-        served = Home(far, secrets, nodes["far"], 5.0, Fame())
+        served = Home(far, Terms("far", secrets, 5.0), nodes["far"], Fame())
         served.start()
-        tier = Direct(nodes, "near", secrets, deadline_s=5.0)
+        tier = Direct(nodes, Terms("near", secrets, 5.0))
         tier.start()
         shared = tier.shared(cache, "uid:0", 0)
         try:

@@ -21,13 +21,12 @@ from kvtier.peer.items import items_of
 from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
-from kvtier.peer.secrets import Secrets
+from kvtier.peer.speed import Packing
+from kvtier.peer.terms import Terms
 from kvtier.types import KvtierError
 
 T = TypeVar("T")
 THREADS: Final = 16
-MIN_BYTES_S: Final = 32 << 20
-"""A transfer may take its deadline and the time that its bytes need at this rate."""
 MAX_OPS: Final = 8
 """Requests under way to one peer."""
 
@@ -38,31 +37,26 @@ class Direct:
     def __init__(
         self,
         nodes: Mapping[str, tuple[str, int]],
-        name: str,
-        secrets: Secrets,
+        terms: Terms,
         *,
         replicas: int = 2,
-        deadline_s: float = 0.2,
         grace_s: float = 60.0,
         counts: Counter[str] | None = None,
     ) -> None:
-        """`name` is this host's own in `nodes`. `deadline_s`: of one question; a transfer has its bytes' time too.
-
-        A host that is down for longer than `grace_s` is no home.
-        """
+        """`nodes` has this host too. A host that is down for longer than `grace_s` is no home."""
         self.counts = Counter() if counts is None else counts
-        self.deadline_s = deadline_s
+        self.terms = terms
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-peer")
-        self.name = name
+        self.name = terms.name
         self.fame = Fame()
-        self._members = Members(nodes, name, replicas, self.fame)
+        self.packing = Packing()
+        self._members = Members(nodes, self.name, replicas, self.fame)
         self._late: set[asyncio.Future[Source | None]] = set()
         """Questions whose answers nobody waits for any more."""
-        self._secrets = secrets
         self._nodes = {
-            each: Node(each, where, secrets, most=MAX_OPS, deadline_s=deadline_s, counts=self.counts, grace_s=grace_s)
+            each: Node(each, where, terms, most=MAX_OPS, counts=self.counts, grace_s=grace_s)
             for each, where in sorted(nodes.items())
-            if each != name
+            if each != self.name
         }
 
     def start(self) -> None:
@@ -72,7 +66,7 @@ class Direct:
 
     def shared(self, spec: CacheSpec, scope: str, epoch: int) -> Shared | None:
         """The cache as peers know it; None where it is not shared."""
-        return self._secrets.shared(spec, scope, epoch)
+        return self.terms.secrets.shared(spec, scope, epoch)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +103,7 @@ class Direct:
 
     async def _ask(self, node: Node, shared: Shared, message: frames.Message, kind: type[T]) -> tuple[Pipe, T] | None:
         """A question to one peer on a connection that the caller gives back; None where it does not answer in time."""
-        until = asyncio.get_running_loop().time() + self.deadline_s
+        until = asyncio.get_running_loop().time() + self.terms.deadline_s
         try:
             pipe = await node.take(until)
         except (*FAULTS, KvtierError) as exc:
@@ -288,10 +282,6 @@ class Direct:
         for node in self._nodes.values():
             await node.close()
         self.pool.shutdown(wait=True)
-
-    def within(self, nbytes: int) -> float:
-        """Seconds that a transfer may take."""
-        return self.deadline_s + nbytes / MIN_BYTES_S
 
 
 def _page_name(shared: Shared, keys: bytes, page: int) -> bytes:

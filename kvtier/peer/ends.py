@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -77,19 +78,23 @@ class DirectSource(_Held):
 
     async def _fetch(self, places: list[Place]) -> list[int | None]:
         """Ask for the items and let them arrive; whatever is not exactly what was asked for is a fault."""
-        pipe, tier = self._open(), self._tier
+        pipe, tier, into = self._open(), self._tier, self._peer.into
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         picks = picks_of(items)
-
-        until = asyncio.get_running_loop().time() + 2 * tier.within(nbytes)  # it may read its disk first
+        packed = tier.packing.pays(into, self._shared.id, len(items))
+        until = time.monotonic() + 2 * tier.terms.within(nbytes)  # it may read its disk first
         try:
-            async with asyncio.timeout_at(until):
-                load = await pipe.ask(frames.Fetch(picks), frames.Load)
+            async with asyncio.timeout(until - time.monotonic()):
+                load = await pipe.ask(frames.Fetch(picks, packed), frames.Load)
             if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
                 raise _MismatchError("it announced other pages than were asked for")  # noqa: TRY301 - counted below
-            sums = np.frombuffer(load.sums, "<u8").tolist()
-            found = await pipe.fill(tier.pool, places, sums, until - asyncio.get_running_loop().time())
+            begin = time.monotonic()
+            found = await pipe.fill(tier.pool, load, places, until - begin)
+            if load.packed:
+                tier.packing.unpacked(self._shared.id, nbytes, pipe.wire, pipe.coding_s)
+            else:
+                into.note(nbytes, time.monotonic() - begin)
         except _MismatchError:
             tier.counts["peer_mismatch"] += 1
             raise
@@ -114,20 +119,26 @@ class DirectSink(_Held):
         pipe, tier = self._open(), self._tier
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
-        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo)
-        within = 2 * tier.within(nbytes)
+        packed = tier.packing.pays(self._peer.out, self._shared.id, len(items))
+        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo, packed)
+        within, begin = 2 * tier.terms.within(nbytes), time.monotonic()
         try:
             async with asyncio.timeout(within):
                 await pipe.pour(tier.pool, load, places, within)
-                return (await pipe.receive(frames.Stored)).pages
+                stored = await pipe.receive(frames.Stored)
         except BaseException as exc:
             self._fail(exc)
             raise
+        if packed:
+            tier.packing.packed(self._shared.id, nbytes, pipe.wire, pipe.coding_s)
+        else:
+            self._peer.out.note(nbytes, time.monotonic() - begin)
+        return stored.pages
 
     async def more(self) -> None:
         """See Sink."""
         try:
-            async with asyncio.timeout(self._tier.deadline_s):
+            async with asyncio.timeout(self._tier.terms.deadline_s):
                 self.picks = (await self._open().ask(frames.More(), frames.Wanted)).picks
             items_of(self._shared.spec, self.picks, len(self._keys) // self._shared.spec.stride)
         except BaseException as exc:

@@ -43,6 +43,8 @@ class Knock(Message, tag=1):
     nonce: bytes
     sealed: bool
     """Whether an HMAC follows the bytes of pages."""
+    name: str
+    """Who knocks: its name in the fleet, which the key of the connection follows from, too."""
 
 
 class Challenge(Message, tag=2):
@@ -92,21 +94,24 @@ class Found(Message, tag=8):
 
 
 class Fetch(Message, tag=9):
-    """Items of the path that was found last."""
+    """Items of the path that was found last; `packed`: they come sooner if they are."""
 
     picks: tuple[Pick, ...]
+    packed: bool = False
 
 
 class Load(Message, tag=10):
     """Announces items whose bytes follow, in the order of the picks.
 
-    `sums`: the xxh3-64 of each, u64 little-endian. `echo` names the path as the sender's tree has it.
+    `sums`: the xxh3-64 of each, u64 little-endian. `echo` names the path as the sender's tree has it. Where they are
+    `packed`, each has its frame's length (u32 little-endian) in front, 0 where it comes as it is.
     """
 
     picks: tuple[Pick, ...]
     sums: bytes
     nbytes: int
     echo: bytes
+    packed: bool = False
 
 
 class Offer(Message, tag=11):
