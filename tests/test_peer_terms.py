@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from msgspec.structs import replace
 
-from engines import Engine, idle, spec, tokens
+from engines import Engine, content, idle, spec, tokens
 from fleetkit import free_ports, write_secrets
+from kvtier import quant
 from kvtier.config import load
 from kvtier.identity import GroupSpec
 from kvtier.peer import frames, speed
@@ -121,6 +123,33 @@ async def test_a_packed_page_that_is_damaged_or_too_large_is_not_served(tmp_path
         await engine.open(SPEC)
         assert await engine.get(PATH) == 0
         engine.leave()
+
+
+async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(tmp_path: Path) -> None:
+    """KV8: a little more than half the bytes, bit exact; and no page of it answers for the exact cache, or the other way."""
+    page_tokens, dim = 16, 64
+    exact = replace(SPEC, page_tokens=page_tokens, groups=(GroupSpec(Kind.FULL, 1, 1, page_tokens * 2 * dim * 2),))
+    size = quant.cell(quant.codec("int8"), page_tokens, (dim, dim)).bytes
+    small = replace(exact, codec="int8", groups=(GroupSpec(Kind.FULL, 1, 1, size),))
+    assert size < 0.6 * exact.groups[0].item_bytes
+    keys = (bytes(range(251)) * 99)[: 4 * exact.stride]
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        for cache, other in ((small, exact), (exact, small)):
+            path = keys if cache is small else keys[::-1]
+            engine = Engine(far)
+            await engine.open(cache)
+            assert await engine.put(path) == 4
+            engine.leave()
+            assert await tier.find(tier.shared(other, "uid:0", 0), path, 0) == []
+            (source,) = await tier.find(tier.shared(cache, "uid:0", 0), path, 0)
+            places = [Place(0, at, [np.zeros(cache.groups[0].item_bytes, np.uint8)]) for at in range(4)]
+            assert None not in await source.fetch(places)
+            source.close()
+            for place in places:
+                begin = path[: (place.page + 1) * cache.stride]
+                assert np.array_equal(place.views[0], content(begin, 0, cache.groups[0].item_bytes))
 
 
 def test_packing_is_chosen_by_the_links_speed() -> None:
