@@ -126,7 +126,7 @@ async def test_a_packed_page_that_is_damaged_or_too_large_is_not_served(tmp_path
 
 
 async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(tmp_path: Path) -> None:
-    """KV8: a little more than half the bytes, bit exact; and no page of it answers for the exact cache, or the other way."""
+    """KV8: a little more than half the bytes, bit exact; its pages and the exact ones never answer for each other."""
     page_tokens, dim = 16, 64
     exact = replace(SPEC, page_tokens=page_tokens, groups=(GroupSpec(Kind.FULL, 1, 1, page_tokens * 2 * dim * 2),))
     size = quant.cell(quant.codec("int8"), page_tokens, (dim, dim)).bytes

@@ -15,6 +15,7 @@ from kvtier.peer.frames import Refusal
 from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
 from kvtier.peer.node import Node
 from kvtier.peer.pipe import Pipe
+from kvtier.types import Code
 
 if TYPE_CHECKING:
     from kvtier.peer.direct import Direct
@@ -58,9 +59,20 @@ class _Held:
 class DirectSource(_Held):
     """A peer that answered Found."""
 
-    def __init__(self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, pages: int) -> None:
+    def __init__(
+        self,
+        tier: Direct,
+        peer: Node,
+        pipe: Pipe,
+        shared: Shared,
+        keys: bytes,
+        pages: int,
+        ahead: frames.Fetch | None = None,
+    ) -> None:
+        """`ahead`: asked for already; its pages come unless they are fetched first, the connection is of no use."""
         super().__init__(tier, peer, pipe, shared, keys)
         self.pages = pages
+        self._ahead = ahead
         self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
@@ -76,17 +88,37 @@ class DirectSource(_Held):
             out[at] = value
         return out
 
+    async def _again(self) -> None:
+        """Find on another connection, where nothing comes that was asked for ahead and is not wanted."""
+        self.close()
+        self._ahead = None
+        answer = await self._tier.ask(self._peer, self._shared, frames.Find(self._shared.id, self._keys), frames.Found)
+        if answer is not None:
+            self._pipe, found = answer
+            if found.pages < self.pages:
+                raise Refusal(Code.UNKNOWN, "some of it is there no more")
+
+    def close(self) -> None:
+        """See Source."""
+        if self._pipe is not None and self._ahead is not None:
+            self._peer.give(self._pipe, good=False)
+            self._pipe = None
+        super().close()
+
     async def _fetch(self, places: list[Place]) -> list[int | None]:
         """Ask for the items and let them arrive; whatever is not exactly what was asked for is a fault."""
-        pipe, tier, into = self._open(), self._tier, self._peer.into
+        tier, into = self._tier, self._peer.into
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         picks = picks_of(items)
-        packed = tier.packing.pays(into, self._shared.id, len(items))
+        if self._ahead is not None and self._ahead.picks != picks:
+            await self._again()
+        pipe, ahead, self._ahead = self._open(), self._ahead, None
+        fetch = ahead or frames.Fetch(picks, tier.packing.pays(into, self._shared.id, len(items)))
         until = time.monotonic() + 2 * tier.terms.within(nbytes)  # it may read its disk first
         try:
             async with asyncio.timeout(until - time.monotonic()):
-                load = await pipe.ask(frames.Fetch(picks, packed), frames.Load)
+                load = await (pipe.receive(frames.Load) if ahead else pipe.ask(fetch, frames.Load))
             if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
                 raise _MismatchError("it announced other pages than were asked for")  # noqa: TRY301 - counted below
             begin = time.monotonic()

@@ -103,9 +103,10 @@ class Pipe:
 
     # -- frames ---------------------------------------------------------------------------------------------------
 
-    async def send(self, message: frames.Message) -> None:
-        """Send one frame."""
-        await self._send(frames.encode(message) if self.session is None else self.session.close(message))
+    async def send(self, *messages: frames.Message) -> None:
+        """Send frames."""
+        close = frames.encode if self.session is None else self.session.close
+        await self._send(b"".join(map(close, messages)))
 
     async def _send(self, raw: bytes) -> None:
         await self._loop.sock_sendall(self.sock, raw if self._channel is None else self._channel.seal(raw))
@@ -118,9 +119,9 @@ class Pipe:
             return frames.expect(frames.decode(bytes(await self._exactly(size))), kind)
         return frames.expect(self.session.open(head, await self._exactly(size + frames.MAC_BYTES)), kind)
 
-    async def ask(self, message: frames.Message, kind: type[T]) -> T:
-        """One frame there and one back."""
-        await self.send(message)
+    async def ask(self, message: frames.Message, kind: type[T], *ahead: frames.Message) -> T:
+        """One frame there and one back; the answers to those that are sent ahead are for the caller to receive."""
+        await self.send(message, *ahead)
         return await self.receive(kind)
 
     async def _exactly(self, size: int) -> bytearray:
