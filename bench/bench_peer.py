@@ -184,16 +184,22 @@ async def crowd(bench: Bench, tier: Direct, daemon: Daemon) -> None:
     many = [Moving(tier, spec, daemon, 1) for _ in range(CROWD)]
     samples: dict[str, list[float]] = {OURS: []}
     width: dict[str, list[float]] = {OURS: []}
+    alone: dict[str, list[float]] = {OURS: []}
+    last: dict[str, list[float]] = {OURS: []}
     for _ in range(bench.rounds(5)):
         single = statistics.median(await timed(many[0].get, 20))
         begin = time.perf_counter()
         late = sorted(await asyncio.gather(*(once(one.get) for one in many)))
         parallel = single * CROWD / ((time.perf_counter() - begin) * 1e3)
         width[OURS].append(parallel)
+        alone[OURS].append(single)
+        last[OURS].append(late[int(CROWD * 0.99) - 1])
         samples[OURS].append(late[int(CROWD * 0.99) - 1] / (single * CROWD / parallel))
     about = f"p99 of {CROWD} fetches at once / (single median x {CROWD} / parallelism)"
     bench.add(about, "x", samples, target=Target("value", "<=", 4))
     bench.add(f"parallelism of {CROWD} fetches at once", "x", width)
+    bench.add("one fetch of 2 MiB, p50", "ms", alone)
+    bench.add(f"{CROWD} fetches of 2 MiB at once, p99", "ms", last)
 
 
 async def once(call: Callable[[], Awaitable[Any]]) -> float:
