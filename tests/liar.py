@@ -22,6 +22,10 @@ MODES = ("bytes", "sums", "echo", "picks", "length", "short", "hang", "garbage",
 end of the connection, half of them and silence, no frame at all, nothing, more pages than were asked about."""
 
 
+MUTE = "mute"
+"""It answers everything but Find."""
+
+
 class Liar:
     """Listens on loopback in a thread of its own; a context manager."""
 
@@ -69,6 +73,8 @@ class Liar:
                 if isinstance(message, frames.Use):
                     self.spec = message.spec
                     await pipe.send(frames.Done())
+                elif isinstance(message, frames.Find) and self.mode == MUTE:
+                    await asyncio.sleep(3600)
                 elif isinstance(message, frames.Find):
                     self.find = message
                     pages = len(message.keys) // self.spec.stride

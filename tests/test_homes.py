@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engineproc import SPEC, path_keys
@@ -96,6 +96,7 @@ class Seen:
         self.name, self.away, self.up, self.incarnation = name, False, True, b"1"
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from("bcde"), st.sampled_from(["away", "back", "again"])), max_size=12))
 def test_what_has_new_homes_is_owed_and_nothing_else(changes) -> None:
     """After each change every host owes what has another home than before, or one that was started again."""
@@ -116,6 +117,16 @@ def test_what_has_new_homes_is_owed_and_nothing_else(changes) -> None:
                 now = views[name].homes(key)
                 new = {home for home in now if home not in before[name, key] or home in move.fresh} - {name}
                 assert views[name].owed([key], move) == bool(new)
+
+
+def test_hosts_begin_to_ask_with_different_homes() -> None:
+    """Each host asks all homes of a key, and of many hosts some begin with each."""
+    hosts = [f"h{n}" for n in range(12)]
+    views = [Members(hosts, name, 3, Fame()) for name in hosts]
+    for key in (b"a", b"b", b"c"):
+        turns = [view.turn(key) for view in views]
+        assert all(set(turn) == set(views[0].homes(key)) for turn in turns)
+        assert {turn[0] for turn in turns} == set(turns[0])
 
 
 def test_a_move_says_who_was_there_and_who_is_new() -> None:

@@ -22,9 +22,10 @@ from kvtier import quant
 from kvtier.config import load
 from kvtier.identity import GroupSpec
 from kvtier.peer import frames, speed
-from kvtier.peer.base import Place
+from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
+from kvtier.peer.members import keys_of
 from kvtier.peer.pace import Bucket
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import read
@@ -33,6 +34,7 @@ from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
 from kvtier.store import Store
 from kvtier.types import Kind, KvtierError
+from liar import MUTE, Liar
 from storekit import storing, until
 
 PAGE = 64 << 10
@@ -150,6 +152,38 @@ async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(t
             for place in places:
                 begin = path[: (place.page + 1) * cache.stride]
                 assert np.array_equal(place.views[0], content(begin, 0, cache.groups[0].item_bytes))
+
+
+async def test_a_home_that_says_nothing_holds_up_no_other_one(tmp_path: Path) -> None:
+    """Where the home that is asked first is mute, another one is asked before the deadline, and serves."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    ports = dict(zip(("near", "far", "z"), free_ports(3), strict=True))
+    nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
+    async with storing(None) as store:
+        home = Home(store, Terms("far", secrets, 30.0), nodes["far"], Fame())
+        home.start()
+        tier = Direct(nodes, Terms("near", secrets, 30.0), replicas=3)
+        tier.start()
+        shared = tier.shared(SPEC, "uid:0", 0)
+        paths = [tokens(n, n + 1) for n in range(1, 99)]
+        path = next(p for p in paths if _first(tier, shared, p) == "z")
+        try:
+            with Liar(secrets, ports["z"], MUTE):
+                await until(lambda: all(row["up"] for row in tier.status()))
+                assert await give(tier, path, 2) == 2
+                (source,) = await tier.find(shared, path, 0)
+                assert (source.node, source.pages) == ("far", 2)
+                source.close()
+                assert tier.counts["peer_asked"] == 2
+                assert all(row["up"] for row in tier.status()), "nobody has failed: the deadline is not over"
+                await tier.close()
+        finally:
+            await home.close()
+
+
+def _first(tier: Direct, shared: Shared, path: bytes) -> str:
+    """The peer that is asked first."""
+    return next(name for name in tier._members.turn(keys_of(shared, path)[0]) if name != "near")
 
 
 def test_packing_is_chosen_by_the_links_speed() -> None:

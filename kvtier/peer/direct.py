@@ -29,6 +29,8 @@ T = TypeVar("T")
 THREADS: Final = 16
 MAX_OPS: Final = 8
 """Requests under way to one peer."""
+AHEAD_BYTES: Final = 4 << 20
+"""So much is asked for before it is known to be there and to have room here: a round trip is long beside it."""
 HEDGE: Final = 40
 """The first home is asked alone for this part of the deadline."""
 
@@ -79,7 +81,7 @@ class Direct:
 
     def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
         """Other hosts that may have pages of a path and answer, those with the deepest first."""
-        names = dict.fromkeys(name for key in keys_of(shared, keys) for name in self._members.homes(key))
+        names = dict.fromkeys(name for key in keys_of(shared, keys) for name in self._members.turn(key))
         return [node for name in names if (node := self._nodes.get(name)) is not None and node.up]
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
@@ -166,10 +168,12 @@ class Direct:
         return DirectSource(self, node, pipe, shared, keys, reply.pages, piece)
 
     def _first(self, node: Node, shared: Shared, have: int, total: int) -> frames.Fetch | None:
-        """Asks for the first piece of a path; None where it depends on how much there is."""
+        """Asks for the first piece of a path; None where it is large, or depends on how much there is."""
         if any(group.kind is not Kind.FULL for group in shared.spec.groups):
             return None
         pages = range(have, min(total, have + chunk_pages(shared.spec)))
+        if len(pages) * sum(group.item_bytes for group in shared.spec.groups) > AHEAD_BYTES:
+            return None
         items = [(group, page) for group in range(len(shared.spec.groups)) for page in pages]
         return frames.Fetch(picks_of(items), self.packing.pays(node.into, shared.id, len(items)))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
+import xxhash
+
 from kvtier.peer import ring
 from kvtier.peer.base import Move, Shared
 from kvtier.peer.fame import Fame
@@ -31,6 +33,12 @@ class Members:
     def homes(self, key: bytes) -> list[str]:
         """Homes of what the key names, this host too where it is one."""
         return ring.homes(self._present, key, self.replicas + self.fame.more(key, time.monotonic()))
+
+    def turn(self, key: bytes) -> list[str]:
+        """The homes in the order in which this host asks them; others begin elsewhere, so that all of them serve."""
+        found = self.homes(key)
+        at = xxhash.xxh3_64_intdigest(self.name.encode() + key) % max(1, len(found))
+        return found[at:] + found[:at]
 
     def look(self, nodes: Collection[Node]) -> Move | None:
         """What changed since the last look: who is away, who is back or was started again; None: nothing."""
