@@ -31,18 +31,18 @@ def homes_of(home: Path, path: list[int], replicas: int) -> list[str]:
 @pytest.mark.slow
 def test_a_lost_homes_pages_get_another_home_and_it_gets_its_share_back(tmp_path: Path) -> None:
     """R=2: b is killed, then a, which computed all, and nothing is lost; b, back and empty, got its share again."""
-    with Fleet(tmp_path, 4, replicas=2, more_flags=["--peers-grace-s=1"]) as hosts:
+    with Fleet(tmp_path, 4, replicas=2, more_flags=["--peers-grace-s=5"]) as hosts:
         both = [path for path in PATHS if set(homes_of(tmp_path, path, 2)) == {"a", "b"}]
         assert both, "of some prompts only the two hosts that are lost are homes"
         for path in PATHS:
             assert hosts["a"].put(path) == len(path)
         until(hosts["a"].settled)
         hosts["b"].daemon.kill()
-        until(lambda: all(sum(n == 3 for n in hosts["a"].seen(path).values()) >= 2 for path in PATHS))
+        until(lambda: all(sum(n == 3 for n in hosts["a"].seen(path).values()) >= 2 for path in PATHS), 60.0)
         until(lambda: hosts["a"].ask(wire.Metrics())["queues"]["repairs"] == 0)
         hosts["b"].start()
         mine = [path for path in PATHS if "b" in homes_of(tmp_path, path, 2)]
-        until(lambda: all(hosts["a"].seen(path).get("b") == 3 for path in mine))
+        until(lambda: all(hosts["a"].seen(path).get("b") == 3 for path in mine), 60.0)
         until(lambda: not any(host.ask(wire.Metrics())["queues"]["repairs"] for host in hosts.values()))
         assert hosts["b"].count("pages_taken_peer") == sum(map(len, mine)), "it got no page that is not its own"
         hosts["a"].daemon.kill()
