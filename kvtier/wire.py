@@ -181,6 +181,8 @@ class Matched(Message):
     """So many pages are worth loading, the rest is computed faster; Acquire of -1 pages loads so many."""
     asking: bool = False
     """Whether other hosts are being asked for more: match again soon, or acquire all (-1), which waits for them."""
+    known: int = 0
+    """Where a cache has state groups: pages that are served along the path, whether or not a state point is there."""
 
 
 class Acquire(Message):

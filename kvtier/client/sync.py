@@ -13,8 +13,10 @@ from typing import Self, TypeVar
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.held import HeldLease, HeldReservation, Share, shared
+from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.putting import SLOW_BYTES_S, putting
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
 from kvtier.identity import CacheSpec, Slice
@@ -199,6 +201,15 @@ class Path(KeyPath):
         """Slots for pages [start, start + pages); `wants` lists (group, pages) of window and state groups."""
         got = self.cache.client.attempt(self._reserving(start, pages, wants, wait_ms), None, wait_ms / 1000)
         return Reservation(self.cache, start, got)
+
+    def put(self, first: int, data: Sequence[Bytes], wait_ms: int = 50) -> int:
+        """Store pages from `first` on: how many of them, from the first, are served now.
+
+        `data` has rows [pages, bytes] for each group, as `write_pages` takes them; a page that is cached is left as it
+        is. Faster than to reserve, write and commit one after another. Raises bad_request unless all groups are full.
+        """
+        wait_s = wait_ms / 1000 + sum(rows.nbytes for rows in data) / SLOW_BYTES_S
+        return self.cache.client.attempt(putting(self, first, data, wait_ms), 0, wait_s)
 
     def prefetch(self) -> None:
         """Bring the matched pages to host without leasing them."""

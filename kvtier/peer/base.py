@@ -140,6 +140,9 @@ class PeerTier(Protocol):
     def name(self) -> str:
         """This host's own name among the peers."""
 
+    async def forget(self, shared: Shared) -> None:
+        """The cache was purged here: what a store that the fleet shares has of it is served to nobody any more."""
+
     async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
         """Per peer that answers within the deadline: the fields of a route.View but its name."""
 

@@ -10,14 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import msgspec
-import xxhash
 
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
 from kvtier.peer.base import Move, Pick, Shared, Sink, Source
 from kvtier.peer.ends import DirectSink, DirectSource, refused
 from kvtier.peer.fame import Fame
-from kvtier.peer.items import chunk_pages, items_of, picks_of
+from kvtier.peer.items import chunk_pages, items_of, page_name, picks_of
 from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
@@ -76,7 +75,7 @@ class Direct:
 
     def worth(self, shared: Shared, keys: bytes, have: int) -> bool:
         """See PeerTier."""
-        name = _page_name(shared, keys, have)
+        name = page_name(shared, keys, have)
         return any(not node.lacks(name) for node in self._homes_up(shared, keys))
 
     def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
@@ -91,7 +90,7 @@ class Direct:
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + self.terms.deadline_s
-        name = _page_name(shared, keys, have)
+        name = page_name(shared, keys, have)
         asked = [node for node in self._homes_up(shared, keys) if not node.lacks(name)]
         if not asked:
             return []
@@ -161,7 +160,7 @@ class Direct:
                 return None
             piece = None
         if not have < reply.pages <= total:
-            node.note_lack(_page_name(shared, keys, have))
+            node.note_lack(page_name(shared, keys, have))
             node.give(pipe, good=reply.pages <= have)
             return None
         self.fame.tell(keys_of(shared, keys[: reply.pages * shared.spec.stride])[0], reply.more, time.monotonic())
@@ -300,6 +299,9 @@ class Direct:
             return None
         return DirectSink(self, peer, pipe, shared, keys, wanted.picks)
 
+    async def forget(self, shared: Shared) -> None:
+        """See PeerTier: peers' pages are theirs; a purge there empties them."""
+
     # -- routing ---------------------------------------------------------------------------------------------------
 
     async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
@@ -338,8 +340,3 @@ class Direct:
         for node in self._nodes.values():
             await node.close()
         self.pool.shutdown(wait=True)
-
-
-def _page_name(shared: Shared, keys: bytes, page: int) -> bytes:
-    """Names page `page` of a path with all before it."""
-    return xxhash.xxh3_128_digest(shared.id + keys[: (page + 1) * shared.spec.stride])

@@ -43,8 +43,8 @@ class Knock(Message, tag=1):
     nonce: bytes
     sealed: bool
     """Whether an HMAC follows the bytes of pages."""
-    name: str
-    """Who knocks: its name in the fleet, which the key of the connection follows from, too."""
+    name: str = ""
+    """Who knocks: its name in the fleet, which the key of the connection follows from, too. Version 1 had none."""
 
 
 class Challenge(Message, tag=2):

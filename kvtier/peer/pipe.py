@@ -69,7 +69,9 @@ class Pipe:
         await self._shake()
         knock = await self.receive(frames.Knock, frames.MAX_HELLO)
         if knock.version != frames.VERSION or len(knock.nonce) != frames.NONCE_BYTES:
-            raise KvtierError(Code.VERSION, f"expected peer protocol version {frames.VERSION}, got {knock.version}")
+            error = KvtierError(Code.VERSION, f"expected peer protocol version {frames.VERSION}, got {knock.version}")
+            await self.send(frames.Refused(error.code.value, error.message))
+            raise error
         if self._channel is not None:
             expect_name(self._channel, knock.name)
         elif not knock.sealed and not self.local:

@@ -129,6 +129,8 @@ class Operate:
         self._indexed()
         pages = kept = 0
         for cache in caches:
+            if self.parts.peers is not None:
+                await self.parts.peers.forget(cache)  # first, so that nothing comes back
             cut, doomed = await self._cut(cache, list((cache.index.root.children or {}).values()))
             pages, kept = pages + cut, kept + doomed
             await asyncio.sleep(0)  # caches may be many and small

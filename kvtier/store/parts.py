@@ -19,6 +19,7 @@ from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
 from kvtier.store.restore import Restore
 from kvtier.store.space import Space
+from kvtier.store.tally import Tally
 from kvtier.store.warmth import Warmth
 from kvtier.store.ways import Ways
 from kvtier.tiers.arena import Arena
@@ -69,6 +70,7 @@ class Parts:
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
         self.requests = Requests()
+        self.tally = Tally(self)
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""
 

@@ -136,6 +136,12 @@ class Peers:
         """The cache as peers know it; None where it is not shared."""
         return shared_of(self.tier, cache)
 
+    async def forget(self, cache: Cache) -> None:
+        """The cache is purged: nothing of it comes back from a store that hosts share."""
+        shared = self.shared(cache)
+        if shared is not None:
+            await self.tier.forget(shared)
+
     # -- fetching --------------------------------------------------------------------------------------------------
 
     def asking(self, path: Path, pages: int) -> asyncio.Task[None] | None:
