@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import ssl
 import stat
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvtier.peer.mooncake import MooncakeShelf
+from kvtier.peer.mooncake_child import Setup
 from kvtier.peer.redis import Login, RedisShelf
 from kvtier.types import Code, KvtierError, bad
 
@@ -58,6 +61,35 @@ class Redis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except OSError as exc:
             raise bad("peers.redis.ca, peers.redis.certificate", f"PEM files ({exc})") from None
         return context
+
+
+class Mooncake(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Mooncake Store that the fleet shares (`peers.backend = "mooncake"`, extra `mooncake`)."""
+
+    master: str = ""
+    """host:port of its master."""
+    metadata: str = "P2PHANDSHAKE"
+    """Where its engines find each other: this, or the URL of a metadata server."""
+    protocol: str = "tcp"
+    """How bytes go: tcp, rdma, or whatever else the engine was built with."""
+    devices: str = ""
+    """Which RDMA devices, such as mlx5_0,mlx5_1; empty: those that the engine finds."""
+    exposed: bool = False
+    """Let it be off loopback: nothing in Mooncake asks who reads or writes, and its engine listens on every address."""
+
+    def check(self) -> None:
+        """Raise bad_request naming the first setting that cannot be served."""
+        if not _local(address("peers.mooncake.master", self.master)) and not self.exposed:
+            raise bad("peers.mooncake.exposed", "true, off loopback: whoever reaches the cluster can read and write it")
+        if not self.protocol or not self.metadata:
+            raise bad("peers.mooncake.protocol, peers.mooncake.metadata", "a name")
+
+    def shelf(self, replicas: int, deadline_s: float, counts: Counter[str]) -> MooncakeShelf:
+        """The shelf; raises KvtierError where the engine is not installed."""
+        if importlib.util.find_spec("mooncake") is None:
+            raise bad("peers.backend", "an environment with Mooncake (pip install 'kvtier[mooncake]')")
+        setup = Setup(self.master, self.metadata, self.protocol, self.devices, replicas)
+        return MooncakeShelf(setup, deadline_s=deadline_s, counts=counts)
 
 
 def addresses(field: str, text: str) -> list[tuple[str, int]]:

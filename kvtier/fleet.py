@@ -10,11 +10,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from kvtier.depots import Redis, address
+from kvtier.depots import Mooncake, Redis, address
 from kvtier.events.feed import Feed
 from kvtier.peer.depot import Depot
 from kvtier.peer.direct import Direct
 from kvtier.peer.secrets import read
+from kvtier.peer.shelf import Shelf
 from kvtier.peer.terms import Terms
 from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
@@ -29,7 +30,7 @@ _log = logging.getLogger("kvtier.peer")
 class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Other hosts."""
 
-    backend: Literal["direct", "redis"] = "direct"
+    backend: Literal["direct", "redis", "mooncake"] = "direct"
     """How pages go from host to host: daemons talk to each other, or share a store."""
     nodes: str = ""
     """All hosts of the fleet, this one too, the same list everywhere: `a=10.0.0.1:9478,b=10.0.0.2:9478`; empty: no
@@ -41,7 +42,7 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secrets: str = ""
     """File with the fleet's key and one secret per trust scope that is shared; readable by its owner only."""
     replicas: int = 2
-    """Hosts that get each prompt's pages."""
+    """Hosts that get each prompt's pages; copies that Mooncake is asked for."""
     deadline_ms: int = 200
     """How long a peer may take to answer; a transfer has that and the time of its bytes at 32 MiB/s."""
     rate: int = 0
@@ -55,6 +56,7 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: int = 60
     """A host that is down for longer is replaced as a home by the next one, which gets its pages from the others."""
     redis: Redis = Redis()
+    mooncake: Mooncake = Mooncake()
 
     @property
     def wanted(self) -> bool:
@@ -69,8 +71,10 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self._check_nodes()
         elif self.nodes or self.listen:
             raise bad("peers.nodes", f"nothing: with {self.backend} hosts share a store and do not know each other")
-        else:
+        elif self.backend == "redis":
             self.redis.check()
+        else:
+            self.mooncake.check()
         if not self.secrets:
             raise bad("peers.secrets", "a file: peers are served to nobody without a key")
         if not 1 <= self.replicas <= 16:
@@ -169,7 +173,13 @@ def join(store: Store, config: Peers) -> Home | None:
     certs = Certs(*files) if files else None
     secrets, deadline_s = read(Path(config.secrets), fleet=certs is None), config.deadline_ms / 1000
     if config.backend != "direct":
-        shelf = config.redis.shelf(deadline_s, store.parts.counts)
+        counts = store.parts.counts
+        redis = config.backend == "redis"
+        shelf: Shelf = (
+            config.redis.shelf(deadline_s, counts)
+            if redis
+            else config.mooncake.shelf(config.replicas, deadline_s, counts)
+        )
         store.join_fleet(Depot(shelf, secrets, name=config.name or "this host", deadline_s=deadline_s))
         _log.info("the fleet shares a store: %s", config.backend)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -23,13 +24,15 @@ from kvtier.peer.depot import Depot
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
 from kvtier.peer.items import items_of
+from kvtier.peer.mooncake import MooncakeShelf
+from kvtier.peer.mooncake_child import Setup
 from kvtier.peer.redis import RedisShelf
 from kvtier.peer.secrets import Secrets, read
 from kvtier.peer.shelf import Shelf
 from kvtier.peer.terms import Terms
 from kvtier.server.home import Home
 from kvtier.store import Store
-from sharedkit import Redis, needs_redis
+from sharedkit import Mooncake, Redis, needs_mooncake, needs_redis
 from storekit import storing, until
 
 SPEC = spec()
@@ -113,8 +116,28 @@ async def redis(home: Path, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
             yield pair
 
 
-TIERS = pytest.mark.parametrize("tier", [direct, pytest.param(redis, marks=needs_redis)])
-SHARED = pytest.mark.parametrize("tier", [pytest.param(redis, marks=needs_redis)])
+@contextlib.asynccontextmanager
+async def mooncake(home: Path, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
+    """The tier on a Mooncake Store of one node."""
+    with Mooncake(home) as cluster:
+        setup = setup_of(cluster)
+
+        def shelf(counts: Counter[str]) -> Shelf:
+            return MooncakeShelf(setup, deadline_s=PATIENCE_S, counts=counts)
+
+        async with depots(home, shelf, cluster.clear, cache) as pair:
+            yield pair
+
+
+def setup_of(cluster: Mooncake) -> Setup:
+    """How to join it."""
+    return Setup(cluster.master, "P2PHANDSHAKE", "tcp", "", 1)
+
+
+REDIS = pytest.param(redis, marks=needs_redis)
+MOONCAKE = pytest.param(mooncake, marks=[needs_mooncake, pytest.mark.slow])
+TIERS = pytest.mark.parametrize("tier", [direct, REDIS, MOONCAKE])
+SHARED = pytest.mark.parametrize("tier", [REDIS, MOONCAKE])
 
 
 # -- servers that fail ---------------------------------------------------------------------------------------------
@@ -196,7 +219,24 @@ async def watched(tier: PeerTier, server: Server, secrets: Secrets) -> AsyncIter
         server.kill()
 
 
-REMOTES = pytest.mark.parametrize("remote", [direct_remote, pytest.param(redis_remote, marks=needs_redis)])
+@contextlib.asynccontextmanager
+async def mooncake_remote(home: Path, deadline_s: float) -> AsyncIterator[Remote]:
+    """Mooncake's master, and a node."""
+    with Mooncake(home) as cluster:
+        secrets = read(write_secrets(home / "secrets", [SCOPE]))
+        tier = Depot(MooncakeShelf(setup_of(cluster), deadline_s=deadline_s), secrets, deadline_s=deadline_s)
+        async with watched(tier, cluster, secrets) as remote:
+            yield remote
+
+
+REMOTES = pytest.mark.parametrize(
+    "remote",
+    [
+        direct_remote,
+        pytest.param(redis_remote, marks=needs_redis),
+        pytest.param(mooncake_remote, marks=[needs_mooncake, pytest.mark.slow]),
+    ],
+)
 
 
 # -- pages -----------------------------------------------------------------------------------------------------------
@@ -236,6 +276,19 @@ async def given(tier: PeerTier, shared: Shared, keys: bytes) -> int:
             await sink.more()
         sink.close()
     return taken
+
+
+async def given_soon(tier: PeerTier, shared: Shared, keys: bytes) -> None:
+    """The same until it is taken: servers that came back find each other first."""
+    end = asyncio.get_running_loop().time() + 20
+    while True:
+        try:
+            await given(tier, shared, keys)
+        except (OSError, AssertionError):
+            assert asyncio.get_running_loop().time() < end, "it is never taken"
+            await asyncio.sleep(0.05)
+        else:
+            return
 
 
 async def fetched(tier: PeerTier, shared: Shared, keys: bytes) -> int:

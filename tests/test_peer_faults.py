@@ -6,16 +6,18 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from engines import Engine, idle, tokens
-from peerkit import REMOTES, SPEC, blank, fetched, given
+from peerkit import REMOTES, SPEC, blank, fetched, given, given_soon
 from storekit import storing, until
 
 DEADLINE_S = 0.5
-RECOVERY_S = 5.0
 PATH = tokens(*range(1, 10))
 CROWD = 64
 
 
+@pytest.mark.slow
 @REMOTES
 async def test_a_killed_server_is_a_miss_and_serves_again_soon_after_it_is_back(tmp_path: Path, remote) -> None:
     """Kill -9: sources give nothing, nobody is asked; back and empty it takes and gives pages within seconds."""
@@ -30,9 +32,9 @@ async def test_a_killed_server_is_a_miss_and_serves_again_soon_after_it_is_back(
         assert not far.tier.worth(far.shared, PATH, 0)
         assert await far.tier.find(far.shared, PATH, 0) == []
         far.server.start()
-        await until(far.tier.answers, timeout_s=RECOVERY_S)
+        await until(far.tier.answers)
         assert await fetched(far.tier, far.shared, PATH) == 0, "it was started empty"
-        assert await given(far.tier, far.shared, PATH) == 9
+        await given_soon(far.tier, far.shared, PATH)
         await until(lambda: far.tier.worth(far.shared, PATH, 0))
         assert await fetched(far.tier, far.shared, PATH) == 9
 
@@ -51,11 +53,12 @@ async def test_a_stopped_server_is_one_deadline_and_then_nothing(tmp_path: Path,
         assert await far.tier.find(far.shared, PATH, 0) == []
         assert far.tier.counts["peer_down"] == 1
         far.server.signal(signal.SIGCONT)
-        await until(far.tier.answers, timeout_s=RECOVERY_S)
+        await until(far.tier.answers)
         assert not any(place.views[0].any() for place in places), "nobody writes there any more"
         assert await fetched(far.tier, far.shared, PATH) == 9
 
 
+@pytest.mark.slow
 @REMOTES
 async def test_a_crowd_before_a_stopped_server_is_bounded_and_all_of_it_gets_an_answer(tmp_path: Path, remote) -> None:
     """Many questions at once while it hangs: each is a miss, few are under way, and later ones find all the room."""
@@ -67,12 +70,13 @@ async def test_a_crowd_before_a_stopped_server_is_bounded_and_all_of_it_gets_an_
         found = await asyncio.gather(*(far.tier.find(far.shared, path, 0) for path in paths))
         assert found == [[]] * CROWD
         far.server.signal(signal.SIGCONT)
-        await until(far.tier.answers, timeout_s=RECOVERY_S)
+        await until(far.tier.answers)
         assert [await fetched(far.tier, far.shared, path) for path in paths[:4]] == [2] * 4
         again = await asyncio.gather(*(fetched(far.tier, far.shared, path) for path in paths))
         assert again == [2] * 4 + [0] * (CROWD - 4)
 
 
+@pytest.mark.slow
 @REMOTES
 async def test_an_engine_gets_its_miss_and_no_slot_stays_taken_when_a_server_hangs(tmp_path: Path, remote) -> None:
     """A store whose peers hang serves what is here, holds nothing for what did not come, and gets it later."""
@@ -86,7 +90,7 @@ async def test_an_engine_gets_its_miss_and_no_slot_stays_taken_when_a_server_han
         await until(lambda: not near.parts.peers.busy)
         assert idle(near) == [f"instances left: {list(near.parts.instances)}"]
         far.server.signal(signal.SIGCONT)
-        await until(far.tier.answers, timeout_s=RECOVERY_S)
+        await until(far.tier.answers)
         assert await engine.get(PATH) == 9
         engine.leave()
         await until(lambda: not near.parts.peers.busy)

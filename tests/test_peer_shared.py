@@ -185,7 +185,7 @@ async def test_hosts_that_begin_at_once_agree_on_a_generation(tmp_path: Path, ti
 @SHARED
 async def test_items_of_many_pieces_and_of_many_slots_come_back_bit_exact(tmp_path: Path, tier) -> None:
     """An item over several pieces of 2 MiB, in slots whose ends are no piece's ends, is stored and fetched whole."""
-    big = spec((GroupSpec(Kind.FULL, 1, 1, (5 << 20) + 12345),))
+    big = spec((GroupSpec(Kind.FULL, 1, 1, (18 << 20) + 12345),))
     async with tier(tmp_path, cache=big) as pair:
         assert await given(pair.tier, pair.shared, PATH[: 2 * big.stride]) == 2
         (source,) = await pair.tier.find(pair.shared, PATH, 0)

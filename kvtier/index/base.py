@@ -202,14 +202,17 @@ class Index(Copies):
             yield node
             stack += (node.children or {}).values()
 
-    def move_to(self, share: int) -> None:
-        """Belong to another quota from now on; costs as much as there are nodes."""
-        if share == self.share:
-            return
-        self.share = share
+    def move_to(self, share: int) -> Iterator[None]:
+        """Belong to another quota from now on; every step finds one more node there. It may change between steps.
+
+        Until the last step a node may be found under either, by whoever looks under all.
+        """
+        self.share, self.moving = share, True
         for node in self.walk():
             for order in self.orders.values():
                 order.moved(self, node)
+            yield
+        self.moving = False
 
     def checking(self) -> Iterator[list[str]]:
         """Broken invariants, in words, in steps between which it may change; see kvtier.index.check.checking."""

@@ -54,6 +54,8 @@ class Copies:
         self.heat = heat
         self.share = 0
         """Whose leaves these are in the orders: 0, or the number of a quota."""
+        self.moving = False
+        """Whether leaves may still be queued under the quota that this was of before."""
         self.held = [[0] * self.groups for _ in range(TIERS)]
         """Copies by tier and group."""
         self.watch: Watch | None = None

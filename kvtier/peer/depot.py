@@ -20,7 +20,7 @@ from kvtier.peer.base import Move, Pick, Shared, Sink, Source
 from kvtier.peer.items import items_of, page_name
 from kvtier.peer.reach import Reach, always
 from kvtier.peer.secrets import Secrets
-from kvtier.peer.shelf import GENERATION_BYTES, Mark, Shelf, generation_name, item_name, marks
+from kvtier.peer.shelf import GENERATION_BYTES, HEAD, Mark, Shelf, generation_name, item_name, marks
 from kvtier.peer.stored import DepotSink, DepotSource
 from kvtier.peer.terms import MIN_BYTES_S
 
@@ -29,6 +29,8 @@ LACKS_S: Final = 1.0
 MAX_LACKS: Final = 1 << 16
 GENERATION_S: Final = 1.0
 """So long a cache's generation is believed: so late others notice a purge."""
+FULL_S: Final = 5.0
+"""So long a store that refused to take something is given nothing."""
 SLICE: Final = 256
 """Pages that are named without letting the loop go."""
 
@@ -59,6 +61,7 @@ class Depot:
         self.purges = 0
         """How often some cache was purged here: what was found before counts no more."""
         self._life = 0
+        self._full_until = 0.0
 
     def start(self) -> None:
         """See PeerTier."""
@@ -107,6 +110,8 @@ class Depot:
         self._generations.pop(shared.id, None)
         if await self.shelf.drop([generation_name(shared)], until):
             self._emptied.discard(shared.id)
+        else:
+            _log.warning("a purge waits for the shared store; until then nothing of that cache is taken from it")
         return shared.id not in self._emptied
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -140,11 +145,18 @@ class Depot:
         if generation is None:
             return None
 
+        heads: dict[tuple[int, int], bytes] = {}
+
         async def ask(items: list[tuple[int, int]]) -> list[bool | None]:
-            return await self.shelf.has([item_name(shared, generation, named[at], g) for g, at in items], until)
+            names = [item_name(shared, generation, named[at], g) for g, at in items]
+            if not self.shelf.peeks:
+                return await self.shelf.has(names, until)
+            found = await self.shelf.peek(names, HEAD.size, until)
+            heads.update({item: raw for item, raw in zip(items, found, strict=True) if raw})
+            return [None if raw is None else raw != b"" for raw in found]
 
         pages = await Reach(shared.spec, len(named), ask).deepest(have)
-        return None if pages is None else DepotSource(self, shared, generation, named, pages)
+        return None if pages is None else DepotSource(self, shared, generation, named, pages, heads)
 
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
         """See PeerTier."""
@@ -177,7 +189,7 @@ class Depot:
         generation = await self.generation(shared, self.until())
         if generation is None:
             return None
-        return DepotSource(self, shared, generation, await _marks(shared, keys), len(keys) // shared.spec.stride)
+        return DepotSource(self, shared, generation, await _marks(shared, keys), len(keys) // shared.spec.stride, {})
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +213,7 @@ class Depot:
         self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
     ) -> Sink | None:
         """See PeerTier."""
-        if node != self.shelf.name or not self.shelf.up:
+        if node != self.shelf.name or not self.shelf.up or self._full_until > time.monotonic():
             return None
         until = self.until()
         named = await _marks(shared, keys)
@@ -212,10 +224,14 @@ class Depot:
         full = [group] if shared.spec.keyed else always(shared.spec)
         items = sorted({*((g, at) for g in full for at in range(pages)), *items_of(shared.spec, spare, pages)})
         there = await self.shelf.has([item_name(shared, generation, named[at], g) for g, at in items], until)
-        if None in there:
+        lacking = [item for item, has in zip(items, there, strict=True) if has is False]
+        if None in there and not lacking:
             return None
-        lacking = [item for item, has in zip(items, there, strict=True) if not has]
-        return DepotSink(self, shared, generation, named, lacking, life)
+        return DepotSink(self, shared, generation, named, lacking, life=life, unknown=there.count(None))
+
+    def refused(self) -> None:
+        """It answers and does not take what it is given: give it nothing for a while."""
+        self._full_until = time.monotonic() + FULL_S
 
     # -- routing ---------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,7 @@ class Server:
             self._counts["peer_busy"] += 1
             return None
         try:
-            return await self._threaded(work, until)
+            return await self._threaded(work, until) if self.up else None  # it may have failed while this one waited
         except FAULTS as exc:
             self._counts["peer_failures"] += 1
             self.failed(exc)
@@ -159,6 +159,7 @@ class RedisShelf:
     """See Shelf."""
 
     name = "redis"
+    peeks = True
 
     def __init__(
         self,
@@ -177,8 +178,8 @@ class RedisShelf:
         self._pool = ThreadPoolExecutor(THREADS, "kvtier-redis")
         self._seeds = list(servers)
         self._servers = {address: self._server(address) for address in servers}
-        self._slots: list[tuple[int, int, Server]] = []
-        """(first slot, last slot, server), of a Cluster."""
+        self._slots: list[Server | None] = []
+        """Of a Cluster, who has each slot."""
         self._moved = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
@@ -199,7 +200,8 @@ class RedisShelf:
 
     def start(self) -> None:
         """See Shelf."""
-        self._watch = asyncio.get_running_loop().create_task(self._run())
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
         while True:
@@ -228,17 +230,17 @@ class RedisShelf:
             self._servers[address] = self._server(address)
         for gone in self._servers.keys() - {address for *_, address in found} - set(self._seeds):
             self._servers.pop(gone).hang_up()
-        self._slots = [(first, last, self._servers[address]) for first, last, address in found]
+        self._slots = [None] * SLOTS if found else []
+        for first, last, address in found:
+            self._slots[first : last + 1] = [self._servers[address]] * (last + 1 - first)
 
     def _of(self, name: str) -> Server | None:
         """The server that has a name; None where nobody has it now."""
-        if not self._slots:
-            server = self._servers[self._seeds[0]]
-            return server if server.up else None
-        tag = name[name.index("{") + 1 : name.index("}")]
-        slot = binascii.crc_hqx(tag.encode(), 0) % SLOTS
-        found = next((server for first, last, server in self._slots if first <= slot <= last), None)
-        return found if found is not None and found.up else None
+        server: Server | None = self._servers[self._seeds[0]]
+        if self._slots:
+            tag = name[name.index("{") + 1 : name.index("}")]
+            server = self._slots[binascii.crc_hqx(tag.encode(), 0) % SLOTS]
+        return server if server is not None and server.up else None
 
     async def _spread(
         self, names: Sequence[str], work: Callable[[Line, list[int]], list[T]], until: float, silence: T
@@ -343,4 +345,4 @@ def _slots(line: Line) -> list[tuple[int, int, tuple[str, int]]]:
             return []
         raise
     here = line.address[0].encode()
-    return [(int(row[0]), int(row[1]), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows]
+    return [(int(row[0]), min(int(row[1]), SLOTS - 1), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows]

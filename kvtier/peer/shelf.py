@@ -48,6 +48,8 @@ class Shelf(Protocol):
 
     name: str
     counts: Counter[str]
+    peeks: bool
+    """Whether `peek` costs no more than `has`: then heads are read when a path is looked for."""
 
     @property
     def life(self) -> int:

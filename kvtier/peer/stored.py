@@ -22,13 +22,23 @@ _log = logging.getLogger("kvtier.peer")
 class DepotSource:
     """What the store has of a path (or of keys)."""
 
-    def __init__(self, depot: Depot, shared: Shared, generation: bytes, named: list[Mark], pages: int) -> None:
+    def __init__(
+        self,
+        depot: Depot,
+        shared: Shared,
+        generation: bytes,
+        named: list[Mark],
+        pages: int,
+        heads: dict[tuple[int, int], bytes],
+    ) -> None:
+        """`heads`: those that were read already, by (group, page)."""
         self.node = depot.shelf.name
         self.pages = pages
         self._depot = depot
         self._shared = shared
         self._generation = generation
         self._named = named
+        self._read = heads
         self._purges = depot.purges
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
@@ -61,16 +71,17 @@ class DepotSource:
                 out[at] = value
                 continue
             depot.counts["peer_torn" if at in failed else "peer_checksum"] += 1
-            spoilt.append(names[at])
+            spoilt += [names[at], *(want.name for want, of in zip(wants, owner, strict=True) if of == at)]
         if spoilt:
-            _log.warning("%d items of the shared store were not what was stored: dropped there", len(spoilt))
+            _log.warning("items of the shared store were not what was stored: %d values dropped there", len(spoilt))
             await shelf.drop(spoilt, depot.until())
         return out
 
     async def _heads(self, names: list[str], places: Sequence[Place]) -> list[Head | None]:
         """The heads of items that are there and are theirs."""
         depot = self._depot
-        raw = await depot.shelf.peek(names, HEAD.size, depot.until())
+        known = [self._read.get((place.group, place.page)) for place in places]
+        raw = known if None not in known else await depot.shelf.peek(names, HEAD.size, depot.until())
         out: list[Head | None] = []
         wrong = []
         for name, found, place in zip(names, raw, places, strict=True):
@@ -100,9 +111,11 @@ class DepotSink:
         generation: bytes,
         named: list[Mark],
         lacking: list[tuple[int, int]],
+        *,
         life: int,
+        unknown: int,
     ) -> None:
-        """`life` of the shelf when the generation was read."""
+        """`life` of the shelf when the generation was read; `unknown`: items of which it did not say."""
         self.node = depot.shelf.name
         self.picks: tuple[Pick, ...] = ()
         self._depot = depot
@@ -110,6 +123,7 @@ class DepotSink:
         self._generation = generation
         self._named = named
         self._life = life
+        self._unknown = unknown
         self._lacking = sorted(lacking, key=lambda item: (item[1], item[0]))
         """By page, so that what is there is always the beginning of something."""
         self._next()
@@ -137,14 +151,18 @@ class DepotSink:
             bodies += pieces(name, head, place)
         # A head is written when its bytes are there: what has a head can be read, until the store evicts some of it.
         if not all(await shelf.write(bodies, until)) or not all(await shelf.write(heads, until)):
+            if shelf.up and self._life == shelf.life:
+                depot.refused()
             raise OSError("the shared store did not take all of it")
         if self._life != shelf.life:
             raise OSError("the shared store was away meanwhile: what was written may be of no generation")
         return len({place.page for place in places})
 
     async def more(self) -> None:
-        """See Sink."""
+        """See Sink. Raises OSError at the end where something is left to be tried again."""
         self._next()
+        if not self.picks and self._unknown:
+            raise OSError(f"part of the shared store does not answer: {self._unknown} items were not given to it")
 
     def close(self) -> None:
         """See Sink."""

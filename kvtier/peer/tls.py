@@ -29,7 +29,7 @@ class Certs:
         cert, key, ca = self._files
         found = {}
         try:
-            self._read = self._times()
+            times = self._times()
             for server in (False, True):
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -39,6 +39,7 @@ class Certs:
                 found[server] = context
         except OSError as exc:  # ssl.SSLError is one
             raise bad("peers.tls_cert", f"a certificate, its key and a CA that can be read ({exc})") from None
+        self._read = times
         return found
 
     def _times(self) -> tuple[int, ...]:

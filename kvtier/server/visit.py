@@ -179,8 +179,7 @@ class Visit:
             raise KvtierError(Code.UNKNOWN, "some of them are here no more")
         for _, node in wanted:
             cache.index.use(node, self._parts.now())
-            cache.index.lease(node)
-        try:
+        with self._parts.leased(cache, *(node for _, node in wanted)):
             nbytes = nbytes_of(cache.spec, items)
             missing = [m for _, node in wanted for m in self._parts.loads.missing(cache, node, [(route.group, 0, 1)])]
             if missing:
@@ -190,9 +189,6 @@ class Visit:
             if not places:
                 raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
             await self._pour(places, sums, echo(route.shared.id, route.keys), nbytes, packed=packed)
-        finally:
-            for _, node in wanted:
-                self._parts.unlease(cache, node)
 
     async def _weigh(self, msg: frames.Weigh) -> frames.Message:
         """What a path would cost here."""
@@ -223,13 +219,10 @@ class Visit:
             raise KvtierError(Code.UNKNOWN, "it is here no more")
         node = index.ending_at(found.node, pages)
         index.use(node, self._parts.now())
-        index.lease(node)
-        try:
+        with self._parts.leased(cache, node):
             if self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic()) and self._parts.peers:
                 self._parts.peers.pushes.offer(cache, node, pages)
             await self._send(cache, node, items, nbytes, packed=msg.packed)
-        finally:
-            self._parts.unlease(cache, node)
         return None
 
     async def _send(self, cache: Cache, node: Any, items: list[tuple[int, int]], nbytes: int, *, packed: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
@@ -113,6 +114,10 @@ class Parts:
         if number not in process.ranks:
             raise KvtierError(Code.UNKNOWN, f"this process has not opened cache {number}", "cache")
         return self.caches[number]
+
+    def leased(self, cache: Cache, *nodes: Node) -> AbstractContextManager[None]:
+        """Hold paths for a job of the daemon's own."""
+        return self.space.leased(cache, *nodes)
 
     def unlease(self, cache: Cache, node: Node) -> None:
         """Let a path go, freeing what was doomed on it."""

@@ -32,6 +32,8 @@ GONE = "gone"
 FULL_S = 1.0
 """So long after it gave something up for new pages, or could not, disk is taken for full."""
 PUMP_S = 1e-3
+MOST_OWN = 4 << 20
+"""Bytes that a cache over its quota gives up at once, before others have their turn."""
 SLICE = 64
 """Nodes looked at before other work on the loop has its turn: about a millisecond."""
 
@@ -73,6 +75,8 @@ class Persist:
         """The same by the node that they end in."""
         self.queued_pages = 0
         self._writing = 0
+        self._gave_way = False
+        """Whether the latest look at a quota made somebody give pages up."""
         self._moved = asyncio.Event()
         self._syncing = False
         self._pumping = False
@@ -216,9 +220,8 @@ class Persist:
         ):
             entry.failed = "the page before is not on disk"
             return True
-        if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self.evict):
-            entry.failed = Code.OVER_CAP
-            return True
+        if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self._evict_own):
+            return self._over(entry)
         if cache.disk is None:
             cache.disk = disk.open_cache(cache.id, cache.base, cache.scope, cache.epoch, cache.spec)
         first = entry.first
@@ -310,6 +313,18 @@ class Persist:
         self._moved.set()
 
     # -- room on disk ----------------------------------------------------------------------------------------------
+
+    def _evict_own(self, over: int, share: int) -> None:
+        """Evict what is over a quota, some of it at a time."""
+        self._gave_way = self.evict(min(over, MOST_OWN), share)
+
+    def _over(self, entry: Entry) -> bool:
+        """An entry does not fit its quota: later, where more can go, or never. As _write_run."""
+        if self._gave_way or self.ways.quotas.moving:
+            self.pump_soon()
+            return False
+        entry.failed = Code.OVER_CAP
+        return True
 
     def _make_room(self, entry: Entry, nbytes: int) -> None:
         """The disk refused a run: evict its coldest leaves, or fail the entry where nothing can go."""

@@ -140,6 +140,7 @@ class Store:
         loop = asyncio.get_running_loop()
         self.loading = loop.create_task(self.parts.restore.run())
         self._background.append(loop.create_task(self.checkup.run()))
+        self._background.append(loop.create_task(self.parts.ways.quotas.run()))
         if self._scrub_bytes_s:
             self._background.append(loop.create_task(self.scrub.run(self._scrub_bytes_s)))
         if self.parts.disk is not None:
@@ -159,7 +160,7 @@ class Store:
             instance.cap_bytes = self.cap_bytes
 
     def limit(self, quotas: Sequence[Rule]) -> None:
-        """Other quotas from now on."""
+        """Other quotas from now on; what is stored comes under them within moments."""
         self.parts.ways.quotas.set(quotas, self.parts.caches.values())
 
     # -- sessions --------------------------------------------------------------------------------------------------
