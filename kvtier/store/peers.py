@@ -197,7 +197,7 @@ class Peers:
         return have, failed
 
     async def _pull(self, cache: Cache, source: Source, keys: bytes, have: int) -> tuple[int, bool]:
-        """Fetch from one peer, piece by piece, while it has more; pages that are here, and whether some did not come."""
+        """Fetch from one peer, piece by piece, while it has more; pages that are here, and whether one did not come."""
         step = chunk_pages(cache.spec)
         while have < source.pages and not cache.retired:
             end = min(have + step, source.pages)
