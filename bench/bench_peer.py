@@ -16,9 +16,9 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import uvloop
@@ -94,9 +94,9 @@ def path_of(spec: CacheSpec, first: int, pages: int) -> bytes:
 
 
 class Moving:
-    """Transfers of pages of one size with daemon b."""
+    """Transfers of pages of one size: gets from either home, puts to daemon b."""
 
-    def __init__(self, tier: Direct, spec: CacheSpec, daemon: Daemon, pages: int) -> None:
+    def __init__(self, tier: Direct, spec: CacheSpec, pages: int) -> None:
         self.tier = tier
         self.spec = spec
         self.pages = pages
@@ -105,7 +105,12 @@ class Moving:
         self.count = 1
         self.places = [Place(0, at, [np.ones(spec.groups[0].item_bytes, np.uint8)]) for at in range(pages)]
         self.sums = [xxhash.xxh3_64_intdigest(place.views[0]) for place in self.places]
-        store(daemon.socket, spec, self.keys)
+
+    async def stored(self, homes: Sequence[Daemon]) -> Self:
+        """Once engines of both homes have the pages."""
+        for daemon in homes:
+            await asyncio.to_thread(store, daemon.socket, self.spec, self.keys)  # the loop answers pings meanwhile
+        return self
 
     async def get(self) -> None:
         """Find and fetch."""
@@ -144,9 +149,11 @@ def plain_gbs(call: Callable[[memoryview], None], view: memoryview, calls: int) 
     return calls * len(view) / (time.perf_counter() - begin) / 1e9
 
 
-async def moving(bench: Bench, tier: Direct, daemon: Daemon, page: int, pages: int, calls: int, rounds: int) -> None:
+async def moving(
+    bench: Bench, tier: Direct, homes: Sequence[Daemon], page: int, pages: int, calls: int, rounds: int
+) -> None:
     """Get and put, each beside the plain socket."""
-    ours = Moving(tier, spec_of(f"p{page}x{pages}", page), daemon, pages)
+    ours = await Moving(tier, spec_of(f"p{page}x{pages}", page), pages).stored(homes)
     view = memoryview(np.ones(page * pages, np.uint8)).cast("B")
     name = f"{pages} x {page >> 20} MiB" if pages > 1 else f"{page >> 20} MiB"
     with plain() as other:
@@ -168,9 +175,9 @@ async def timed(call: Callable[[], Awaitable[None]], calls: int) -> list[float]:
     return out
 
 
-async def missing(bench: Bench, tier: Direct, daemon: Daemon) -> None:
+async def missing(bench: Bench, tier: Direct) -> None:
     """How soon a miss is known."""
-    ours = Moving(tier, spec_of("miss", 1 << 20), daemon, 1)
+    ours = Moving(tier, spec_of("miss", 1 << 20), 1)
     calls = 20 if bench.tiny else 200
     rounds = [sorted(await timed(ours.miss, calls)) for _ in range(bench.rounds(5))]
     samples = {OURS: [statistics.median(one) for one in rounds]}
@@ -179,10 +186,11 @@ async def missing(bench: Bench, tier: Direct, daemon: Daemon) -> None:
     bench.add("miss decided over 2 homes, p99", "ms", samples)
 
 
-async def crowd(bench: Bench, tier: Direct, daemon: Daemon) -> None:
+async def crowd(bench: Bench, tier: Direct, homes: Sequence[Daemon]) -> None:
     """How late the last of many simultaneous fetches is, against its fair share of the line."""
     spec = spec_of("crowd", 2 << 20)
-    many = [Moving(tier, spec, daemon, 1) for _ in range(CROWD)]
+    many = [Moving(tier, spec, 1) for _ in range(CROWD)]
+    await many[0].stored(homes)  # the others ask for the same pages
     samples: dict[str, list[float]] = {OURS: []}
     width: dict[str, list[float]] = {OURS: []}
     alone: dict[str, list[float]] = {OURS: []}
@@ -213,13 +221,13 @@ async def once(call: Callable[[], Awaitable[Any]]) -> float:
 async def run(bench: Bench, fleet: Fleet) -> None:
     """Every measurement."""
     async with fleet.tier() as tier:
-        b = fleet.daemons["b"]
-        await missing(bench, tier, b)
+        homes = list(fleet.daemons.values())
+        await missing(bench, tier)
         # Many short rounds, turn by turn: on a busy machine the best of each is what the path itself costs.
         usual = [(2 << 20, 1, 5, 40), (2 << 20, 8, 2, 20), (32 << 20, 1, 1, 20)]
         for page, pages, calls, rounds in [(1 << 20, 1, 4, 2)] if bench.tiny else usual:
-            await moving(bench, tier, b, page, pages, calls, rounds)
-        await crowd(bench, tier, b)
+            await moving(bench, tier, homes, page, pages, calls, rounds)
+        await crowd(bench, tier, homes)
 
 
 def main() -> None:
