@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from llamacppkit import PYTHON as LLAMACPP
+from llamacppkit import needs_llamacpp
 from vllmkit import PYTHON, needs_vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -37,3 +39,12 @@ def test_try_vllm_shows_a_hit_of_a_second_engine():
     assert "first engine: 0 of 1000 tokens" in out
     assert "second engine: 992 of 1000 tokens" in out
     assert "--kv-transfer-config" in out
+
+
+@needs_llamacpp
+def test_try_llamacpp_shows_a_hit_of_a_second_process():
+    """The same with llama.cpp: whole pages of 64 tokens."""
+    out = tried("llamacpp", LLAMACPP)
+    assert "first engine: 0 of 1000 tokens" in out
+    assert "second engine: 960 of 1000 tokens" in out
+    assert "kvtier.engines.llamacpp.attach(llm)" in out

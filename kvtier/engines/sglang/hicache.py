@@ -21,6 +21,7 @@ from kvtier.client import Client
 from kvtier.engines.sglang import reload
 from kvtier.engines.sglang.formats import engine_name, spec_of
 from kvtier.engines.sglang.pools import Pool
+from kvtier.identity import CacheSpec
 from kvtier.types import bad
 
 KV = str(PoolName.KV)
@@ -48,6 +49,7 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
             verify=extra.get("verify", "always"),
         )
         self._pools: dict[str, Pool] = {}
+        self._specs: dict[str, CacheSpec] = {}
         self._lock = threading.Lock()
         reload.watch()
         self._seen = reload.count()
@@ -67,10 +69,10 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
     def _register(self, name: str, memory: Any) -> None:
         known = self._pools.get(name)
         if known is None or known.memory is not memory:
-            spec = spec_of(self._config, name, memory)
-            self._pools[name] = Pool(memory, self._client.open(self._after_changes(spec)))
+            self._specs[name] = spec_of(self._config, name, memory)
+            self._pools[name] = Pool(memory, self._client.open(self._after_changes(self._specs[name])))
 
-    def _after_changes(self, spec: Any) -> Any:
+    def _after_changes(self, spec: CacheSpec) -> CacheSpec:
         """The spec of KV that the weights of now have made: this engine's own, once they were changed in place."""
         if not self._seen:
             return spec
@@ -83,8 +85,7 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
             if self._seen != reload.count():
                 self._seen = reload.count()
                 for each, pool in self._pools.items():
-                    spec = spec_of(self._config, each, pool.memory)
-                    pool.cache = self._client.open(self._after_changes(spec))
+                    pool.cache = self._client.open(self._after_changes(self._specs[each]))
         return self._pools[str(name)]
 
     # -- KV ------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class Asked:
     plan: tuple[int, int] = (0, 0)
     """Pages [first, end) that are being loaded."""
     reserving: Future[Reservation] | None = None
+    wants: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(group, pages) of that reservation, for groups that do not keep every page."""
     saved: int = 0
     """Pages before this one are stored, or on their way."""
     loads: bool = True
@@ -34,6 +36,11 @@ class Asked:
     """False where its KV must not be stored."""
     sources: dict[Tier, int] = field(default_factory=dict)
     """Pages of the match by tier."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the request will have steps after this one, unless it ends of itself."""
+        return bool(self.request.num_output_tokens + 1 < (self.request.max_tokens or 1))
 
 
 def tiers_of(path: Path) -> dict[Tier, int]:
