@@ -13,14 +13,14 @@ import time
 from typing import Any, Final
 
 from kvtier.identity import CacheSpec
-from kvtier.peer.base import Pick, Shared, Sink, Source
-from kvtier.peer.direct import MIN_BYTES_S
+from kvtier.peer.base import Move, Pick, Shared, Sink, Source
 from kvtier.peer.generations import Generations
 from kvtier.peer.items import items_of, page_name
 from kvtier.peer.reach import Reach, always
 from kvtier.peer.secrets import Secrets
 from kvtier.peer.shelf import HEAD, Mark, Shelf, item_name, marks
 from kvtier.peer.stored import DepotSink, DepotSource, Life
+from kvtier.peer.terms import MIN_BYTES_S
 
 LACKS_S: Final = 1.0
 """So long the store's no is believed. Others may have given it the pages meanwhile."""
@@ -155,6 +155,14 @@ class Depot:
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """See PeerTier: everything goes to the store."""
         return [(self.shelf.name, len(keys) // shared.spec.stride)]
+
+    def moves(self) -> Move | None:
+        """See PeerTier: the store is home of everything, whoever comes and goes."""
+        return None
+
+    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:  # noqa: ARG002 - none moves
+        """See PeerTier."""
+        return False
 
     async def offer(
         self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
