@@ -6,24 +6,32 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
+from kvtier.depots import Mooncake, Redis, address
 from kvtier.events.feed import Feed
+from kvtier.peer.depot import Depot
 from kvtier.peer.direct import Direct
 from kvtier.peer.secrets import read
+from kvtier.peer.shelf import Shelf
+from kvtier.peer.terms import Terms
+from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
 from kvtier.store import Store
 from kvtier.types import Code, KvtierError, bad
 
 MAX_NODES: Final = 1024
+MIN_RATE: Final = 1 << 20
 _log = logging.getLogger("kvtier.peer")
 
 
 class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Other hosts."""
 
+    backend: Literal["direct", "redis", "mooncake"] = "direct"
+    """How pages go from host to host: daemons talk to each other, or share a store."""
     nodes: str = ""
     """All hosts of the fleet, this one too, the same list everywhere: `a=10.0.0.1:9478,b=10.0.0.2:9478`; empty: no
     peers."""
@@ -34,25 +42,59 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secrets: str = ""
     """File with the fleet's key and one secret per trust scope that is shared; readable by its owner only."""
     replicas: int = 2
-    """Hosts that get each prompt's pages."""
+    """Hosts that get each prompt's pages; copies that Mooncake is asked for."""
     deadline_ms: int = 200
     """How long a peer may take to answer; a transfer has that and the time of its bytes at 32 MiB/s."""
+    rate: int = 0
+    """Bytes of pages a second to one peer, and as many from it, at most, the same on every host; 0: no limit."""
+    tls_cert: str = ""
+    """This host's certificate, made out to its name in the list (DNS name); with tls_key and tls_ca, peers talk TLS."""
+    tls_key: str = ""
+    """The certificate's key."""
+    tls_ca: str = ""
+    """The CA that signs every host's certificate. All three are read again when they change."""
+    grace_s: int = 60
+    """A host that is down for longer is replaced as a home by the next one, which gets its pages from the others."""
+    redis: Redis = Redis()
+    mooncake: Mooncake = Mooncake()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a fleet."""
+        return bool(self.nodes) or self.backend != "direct"
 
     def check(self) -> None:
         """Raise bad_request naming the first setting that cannot be served."""
-        if not self.nodes:
+        if not self.wanted:
             return
-        nodes = nodes_of(self.nodes)
-        if self.name not in nodes:
-            raise bad("peers.name", f"one of {', '.join(nodes)}", self.name)
-        if self.listen:
-            _address("peers.listen", self.listen)
+        if self.backend == "direct":
+            self._check_nodes()
+        elif self.nodes or self.listen:
+            raise bad("peers.nodes", f"nothing: with {self.backend} hosts share a store and do not know each other")
+        elif self.backend == "redis":
+            self.redis.check()
+        else:
+            self.mooncake.check()
         if not self.secrets:
             raise bad("peers.secrets", "a file: peers are served to nobody without a key")
         if not 1 <= self.replicas <= 16:
             raise bad("peers.replicas", "1..16", self.replicas)
         if not 1 <= self.deadline_ms <= 60_000:
             raise bad("peers.deadline_ms", "1..60000", self.deadline_ms)
+        if self.rate and self.rate < MIN_RATE:
+            raise bad("peers.rate", f"0 or at least {MIN_RATE}", self.rate)
+        if len({bool(each) for each in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
+            raise bad("peers.tls_cert", "a certificate, its key and a CA, all three or none")
+        if not 1 <= self.grace_s <= 86_400:
+            raise bad("peers.grace_s", "1..86400", self.grace_s)
+
+    def _check_nodes(self) -> None:
+        """The same of what only daemons that talk to each other need."""
+        nodes = nodes_of(self.nodes)
+        if self.name not in nodes:
+            raise bad("peers.name", f"one of {', '.join(nodes)}", self.name)
+        if self.listen:
+            address("peers.listen", self.listen)
 
 
 class Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,17 +156,10 @@ def nodes_of(text: str) -> Mapping[str, tuple[str, int]]:
         name, equals, where = part.strip().partition("=")
         if not equals or not name or name in found:
             raise bad("peers.nodes", "name=host:port,... with each name once", part)
-        found[name] = _address("peers.nodes", where)
+        found[name] = address("peers.nodes", where)
     if len(found) > MAX_NODES:
         raise bad("peers.nodes", f"at most {MAX_NODES} hosts", len(found))
     return found
-
-
-def _address(field: str, text: str) -> tuple[str, int]:
-    host, colon, port = text.strip().rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise bad(field, "host:port", text)
-    return host.strip("[]"), int(port)
 
 
 def join(store: Store, config: Peers) -> Home | None:
@@ -132,15 +167,27 @@ def join(store: Store, config: Peers) -> Home | None:
 
     Raises KvtierError for secrets that cannot be used, OSError for an address that cannot be had.
     """
-    if not config.nodes:
+    if not config.wanted:
         return None
-    nodes, secrets = nodes_of(config.nodes), read(Path(config.secrets))
-    deadline_s = config.deadline_ms / 1000
-    tier = Direct(
-        nodes, config.name, secrets, replicas=config.replicas, deadline_s=deadline_s, counts=store.parts.counts
-    )
-    address = _address("peers.listen", config.listen) if config.listen else nodes[config.name]
-    home = Home(store, secrets, address, deadline_s)
+    files = [Path(each) for each in (config.tls_cert, config.tls_key, config.tls_ca) if each]
+    certs = Certs(*files) if files else None
+    secrets, deadline_s = read(Path(config.secrets), fleet=certs is None), config.deadline_ms / 1000
+    if config.backend != "direct":
+        counts = store.parts.counts
+        redis = config.backend == "redis"
+        shelf: Shelf = (
+            config.redis.shelf(deadline_s, counts)
+            if redis
+            else config.mooncake.shelf(config.replicas, deadline_s, counts)
+        )
+        store.join_fleet(Depot(shelf, secrets, name=config.name or "this host", deadline_s=deadline_s))
+        _log.info("the fleet shares a store: %s", config.backend)
+        return None
+    nodes = nodes_of(config.nodes)
+    terms = Terms(config.name, secrets, deadline_s, certs, config.rate)
+    tier = Direct(nodes, terms, replicas=config.replicas, grace_s=config.grace_s, counts=store.parts.counts)
+    where = address("peers.listen", config.listen) if config.listen else nodes[config.name]
+    home = Home(store, terms, where, tier.fame)
     store.join_fleet(tier)
-    _log.info("peer %s of %d, served on %s:%d", config.name, len(nodes), address[0], home.port)
+    _log.info("peer %s of %d, served on %s:%d", config.name, len(nodes), where[0], home.port)
     return home

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import resource
+import signal
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kvtier import wire
-from kvtier.client import Client
+from kvtier.client import Client, putting
 from kvtier.client.arenas import runs
+from kvtier.client.held import HeldReservation
 from kvtier.client.layout import SPAN_BYTES, checksum, copy_summed
 from kvtier.client.slots import SAMPLE, Checks
 from kvtier.demo.daemon import Daemon
@@ -167,6 +171,30 @@ def test_committed_pages_and_pages_of_others_are_not_written(cache):
         assert np.array_equal(shown(lease, 0, 6), np.concatenate((data, content(6, seed=5)[4:])))
 
 
+def test_slots_are_written_in_place_where_they_are_wanted(daemon, cache):
+    """Rows for what is neither stored nor committed, each at its position; what is written there is what is read."""
+    old, new = stored(cache, 3), content(6, seed=9)
+    path = cache.match(keys(6))
+    with path.reserve(0, 6, wait_ms=5000) as held:
+        assert [held.wants(0, page) for page in range(7)] == [False] * 3 + [True] * 3 + [False]
+        for at, rows in held.views(0, 0, 6):
+            assert at >= 3
+            rows[:] = new[at : at + len(rows)]
+        assert held.commit(0, 4) == 4
+        assert [held.wants(0, page) for page in range(6)] == [False] * 4 + [True] * 2
+        assert held.views(0, 3, 3) == []  # one of them is committed
+        assert sum(len(rows) for _, rows in held.views(0, 4, 2)) == 2
+        assert held.commit() == 6
+    with path.extend().acquire() as lease:
+        assert np.array_equal(shown(lease, 0, 6), np.concatenate([old, new[3:]]))
+    with Client(daemon.socket, instance="many slots") as client:
+        states = client.open(spec_of(SMALL, STATE))
+        with states.match(keys(2)).reserve(0, 2, [(1, [1])], wait_ms=5000) as held:
+            assert [held.wants(1, page) for page in range(2)] == [False, True]
+            with pytest.raises(KvtierError, match="use write"):
+                held.views(1, 1, 1)
+
+
 def test_items_of_several_slots_come_back_whole(daemon):
     """State points are written and read as rows too; there is no view of what lies in several places."""
     with Client(daemon.socket, instance="whole", timeout_s=10.0) as client:
@@ -313,3 +341,83 @@ def test_runs_are_of_slots_that_follow_each_other():
     assert runs(np.array([8, 16, 24]), 8) == [(0, 8, 3)]
     assert runs(np.array([8, 16, -1, 32, 24, 40, 48]), 8) == [(0, 8, 2), (3, 32, 1), (4, 24, 1), (5, 40, 2)]
     assert runs(np.array([-8, 0]), 8) == [(1, 0, 1)]
+
+
+# -- putting many pages at once --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3 * SMALL.item_bytes, 1 << 30])
+def test_a_prompt_that_is_put_at_once_is_there_bit_for_bit(client, monkeypatch, batch):
+    """Whatever the batches; pages that were cached before stay as they are; a later part goes below the first."""
+    monkeypatch.setattr(putting, "BATCH_BYTES", batch)
+    cache = client.open(spec_of(SMALL, LARGE))
+    small, large = content(40), content(40, 1, LARGE.item_bytes)
+    assert cache.match(keys(40)).put(0, [small[:7], large[:7]], 5000) == 7
+    assert cache.match(keys(40)).put(0, [content(30, 5), np.concatenate([large[:7], large[7:30]])], 5000) == 30
+    path = cache.match(keys(40))
+    assert path.put(30, [small[30:], large[30:]], 5000) == 10
+    with path.extend().acquire() as lease:
+        out = np.zeros_like(large)
+        assert lease.read_pages(1, 0, out) == lease.pages == 40
+        assert np.array_equal(out, large)
+        out = np.zeros_like(small)
+        assert lease.read_pages(0, 0, out) == 40
+        assert np.array_equal(out[:7], small[:7])
+        assert np.array_equal(out[7:30], content(30, 5)[7:])
+        assert np.array_equal(out[30:], small[30:])
+
+
+def test_a_put_that_finds_no_room_stores_the_beginning_and_holds_nothing(client, daemon):
+    """More than an instance may hold: the first pages are served, and the rest is given back at once."""
+    cache = client.open(spec_of(LARGE))
+    pages = 2 * 128 * 1024 * 1024 // LARGE.item_bytes
+    rows = np.broadcast_to(content(1, 3, LARGE.item_bytes), (pages, LARGE.item_bytes))
+    path = cache.match(keys(pages))
+    served = path.put(0, [rows])
+    assert 0 < served < pages
+    assert path.extend().pages <= served
+    assert stored(client.open(spec_of(SMALL)), 20) is not None
+    path.close()
+    assert daemon.broken_invariants() == []
+
+
+def test_a_put_of_what_is_no_page_says_so_and_one_without_a_daemon_stores_nothing(client, daemon):
+    """Other groups, other widths, rows of unequal number; window groups, which need what is wanted named."""
+    cache = client.open(spec_of(SMALL, SMALL))
+    path = cache.match(keys(4))
+    for data in ([content(4)], [content(4), content(3)], [content(4), content(4, size=7)]):
+        with pytest.raises(KvtierError, match="data"):
+            path.put(0, data)
+    with pytest.raises(KvtierError, match="full groups"):
+        client.open(spec_of(SMALL, STATE)).match(keys(4)).put(0, [content(4), content(4)])
+    assert path.put(0, [content(0), content(0)]) == 0
+    daemon.kill()
+    assert path.put(0, [content(4), content(4)]) == 0
+    daemon.start()
+    deadline = time.monotonic() + 20
+    while path.put(0, [content(4), content(4)]) < 4:
+        assert time.monotonic() < deadline
+
+
+def test_a_put_whose_daemon_answers_too_late_holds_nothing(client, daemon, monkeypatch):
+    """The daemon is stopped between two requests for room: when it goes on, what it gave in vain returns."""
+    cache = client.open(spec_of(LARGE))
+    other = Client(daemon.socket, instance="engine", timeout_s=0.5)
+    with other:
+        mine = other.open(spec_of(LARGE))
+        path = mine.match(keys(64))
+        real, calls = HeldReservation.write_pages, itertools.count()
+
+        def stopping(self, *args, **more):
+            if next(calls) == 1:
+                os.kill(daemon.pid, signal.SIGSTOP)
+            return real(self, *args, **more)
+
+        monkeypatch.setattr(HeldReservation, "write_pages", stopping)
+        try:
+            assert path.put(0, [content(64, 1, LARGE.item_bytes)]) == 0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while cache.match(keys(64)).put(0, [content(64, 2, LARGE.item_bytes)], 1000) < 64:
+        assert time.monotonic() < deadline

@@ -98,7 +98,7 @@ class HeldLease(Slots):
         How many leading rows are right: the first item that is absent or wrong ends it. For many small pages this
         costs a fraction of as many `read`s.
         """
-        self._expect_rows(out, "out", self.cache.spec.groups[group].item_bytes)
+        self.expect_rows(out, "out", self.cache.spec.groups[group].item_bytes)
         if self.cache.groups[group].slots_per_item > 1:
             good = (self.read(group, first + at, row) for at, row in enumerate(out))
             return sum(1 for _ in itertools.takewhile(bool, good))
@@ -214,6 +214,23 @@ class HeldReservation(Slots):
         self._note(group, page, [0])
         return None if item is None else item[0].pieces[0]
 
+    def wants(self, group: int, page: int) -> bool:
+        """Whether this process is to write the item: it is not stored, nobody else writes it, nothing is lost."""
+        return self._open_item(group, page) is not None
+
+    def views(self, group: int, first: int, pages: int) -> list[tuple[int, Bytes]]:
+        """Slots to write of pages from `first` on, for items of one slot: (position, rows [items, item_bytes]).
+
+        Items that lie together are one entry; what `wants` is false for is in none.
+        """
+        if self.cache.groups[group].slots_per_item > 1:
+            raise bad("group", "items of one slot; use write", group)
+        at = first - self.start
+        if not self.writes or self.lost or at < 0 or any(self._committed[at : at + pages]):
+            return []
+        self._note(group, first, [0] * min(pages, self.pages - at))
+        return [(span.at, span.rows) for span in self._spans(group, first, pages, sys.maxsize)]
+
     def write(self, group: int, page: int, data: Data | Parts) -> bool:
         """Copy in an item: this process's slice of it, or the whole where it opened without slices.
 
@@ -239,7 +256,7 @@ class HeldReservation(Slots):
         pages are not of it or are committed.
         """
         part, spec = self.cache.slice_of(group), self.cache.spec.groups[group]
-        self._expect_rows(data, "data", spec.item_bytes if part is None else part.cells * spec.cell_bytes)
+        self.expect_rows(data, "data", spec.item_bytes if part is None else part.cells * spec.cell_bytes)
         at = first - self.start
         if self.lost or at < 0 or at + len(data) > self.pages or any(self._committed[at : at + len(data)]):
             return False
@@ -280,6 +297,12 @@ class HeldReservation(Slots):
         known = tuple(wire.Sums(group, part.tobytes()) for group, part in parts if part.any())
         return wire.Commit(self.number, first, pages, known)
 
+    def commit_now(self, first: int, pages: int) -> wire.Commit:
+        """The request that commits pages, which are not written any more from now on."""
+        at = first - self.start
+        self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
+        return self.committing(first, pages)
+
     def _committing(self, first: int | None, pages: int | None) -> Steps[int]:
         """Say that pages are written; how many pages of the reservation are served now."""
         first = self.start if first is None else first
@@ -287,9 +310,7 @@ class HeldReservation(Slots):
         if not self._holds() or not pages:
             return 0
         assert self._joined is not None
-        at = first - self.start
-        self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
-        reply = yield Call(self._joined, self.committing(first, pages), wire.Committed)
+        reply = yield Call(self._joined, self.commit_now(first, pages), wire.Committed)
         committed = cast("wire.Committed", reply)
         self.waiting = committed.waiting
         return committed.published

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.identity import CacheSpec, chain_keys
 from kvtier.index.check import checking
 from kvtier.index.copies import Copies, Dropped
-from kvtier.index.node import TIERS, Node
+from kvtier.index.node import TIERS, Node, blank
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY
 
@@ -126,9 +126,8 @@ class Index(Copies):
         return keep
 
     def _truncate(self, node: Node, keep: int) -> None:
-        assert all(held is None or all(h == NO_COPY for h in held[keep:]) for held in node.at), (
-            "truncated pages still had copies"
-        )
+        hole = blank(node.pages - keep).tobytes()
+        assert all(held is None or held[keep:].tobytes() == hole for held in node.at), "truncated pages had copies"
         self.version += 1
         self.pages -= node.pages - keep
         node.edge = node.edge[: keep * self.stride]

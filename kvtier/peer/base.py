@@ -39,6 +39,15 @@ class Place(NamedTuple):
     views: list[Any]
 
 
+class Move(NamedTuple):
+    """A change among the hosts that homes are chosen from."""
+
+    before: tuple[str, ...]
+    """Who they were."""
+    fresh: frozenset[str]
+    """Who came back or was started again, and may have lost what it had."""
+
+
 class Source(Protocol):
     """A peer that has more of a path than this host. Used by one task; closed when done."""
 
@@ -92,6 +101,9 @@ class PeerTier(Protocol):
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """Peers with more than `have` pages of the path, most first; asks its homes side by side, for one deadline."""
 
+    async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
+        """How many leading pages of a path one peer has; 0 where it does not say within the deadline."""
+
     def answers(self) -> bool:
         """Whether any peer is up."""
 
@@ -110,6 +122,12 @@ class PeerTier(Protocol):
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """(peer, leading pages) that should be pushed of a path that was computed here."""
 
+    def moves(self) -> Move | None:
+        """What changed among the hosts since this was asked last; None: nothing (or homes are not hosts)."""
+
+    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:
+        """Whether this host is to give a path (keyed caches: a key of `group`) to homes it has since that move."""
+
     async def offer(
         self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
     ) -> Sink | None:
@@ -121,6 +139,9 @@ class PeerTier(Protocol):
     @property
     def name(self) -> str:
         """This host's own name among the peers."""
+
+    async def forget(self, shared: Shared) -> None:
+        """The cache was purged here: what a store that the fleet shares has of it is served to nobody any more."""
 
     async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
         """Per peer that answers within the deadline: the fields of a route.View but its name."""

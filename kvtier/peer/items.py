@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
+import xxhash
 
 from kvtier.identity import CacheSpec
-from kvtier.peer.base import Pick, Place
+from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.frames import MAX_ITEMS
 from kvtier.types import RUN_PAGES, bad
 
@@ -21,6 +22,11 @@ CHUNK_BYTES: Final = 16 << 20
 def echo(cache: bytes, keys: bytes) -> bytes:
     """Names a path of a cache: 16 bytes."""
     return hashlib.blake2b(keys, digest_size=16, key=cache).digest()
+
+
+def page_name(shared: Shared, keys: bytes, page: int) -> bytes:
+    """Names page `page` of a path with all before it, in this process."""
+    return xxhash.xxh3_128_digest(shared.id + keys[: (page + 1) * shared.spec.stride])
 
 
 def chunk_pages(spec: CacheSpec) -> int:
@@ -66,3 +72,12 @@ def nbytes_of(spec: CacheSpec, items: Iterable[tuple[int, int]]) -> int:
 def ordered(places: Sequence[Place]) -> list[Place]:
     """Places in the order in which their picks name them."""
     return sorted(places, key=lambda place: (place.group, place.page))
+
+
+def ranges(items: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(group, first, count) that cover the items."""
+    out: dict[int, tuple[int, int]] = {}
+    for group, page in items:
+        lo, hi = out.get(group, (page, page))
+        out[group] = (min(lo, page), max(hi, page))
+    return [(group, lo, hi - lo + 1) for group, (lo, hi) in out.items()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
@@ -19,6 +20,7 @@ from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
 from kvtier.store.restore import Restore
 from kvtier.store.space import Space
+from kvtier.store.tally import Tally
 from kvtier.store.warmth import Warmth
 from kvtier.store.ways import Ways
 from kvtier.tiers.arena import Arena
@@ -69,6 +71,7 @@ class Parts:
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
         self.requests = Requests()
+        self.tally = Tally(self)
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""
 
@@ -111,6 +114,10 @@ class Parts:
         if number not in process.ranks:
             raise KvtierError(Code.UNKNOWN, f"this process has not opened cache {number}", "cache")
         return self.caches[number]
+
+    def leased(self, cache: Cache, *nodes: Node) -> AbstractContextManager[None]:
+        """Hold paths for a job of the daemon's own."""
+        return self.space.leased(cache, *nodes)
 
     def unlease(self, cache: Cache, node: Node) -> None:
         """Let a path go, freeing what was doomed on it."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -322,6 +323,19 @@ class Space:
             else:
                 cache.pool.free(group, fresh)
             self.unlease(cache, node)
+
+    @contextlib.contextmanager
+    def leased(self, cache: Cache, *nodes: Node) -> Iterator[None]:
+        """Hold paths for a job of the daemon's own, which the daemon's check of itself knows of."""
+        for node in nodes:
+            cache.index.lease(node)
+        cache.own += len(nodes)
+        try:
+            yield
+        finally:
+            cache.own -= len(nodes)
+            for node in nodes:
+                self.unlease(cache, node)
 
     def unlease(self, cache: Cache, node: Node) -> None:
         """Let a path go, freeing what was doomed on it."""

@@ -12,6 +12,7 @@ from kvtier.identity import base_id
 from kvtier.peer.base import PeerTier
 from kvtier.policy.quota import Rule
 from kvtier.store import curves
+from kvtier.store.agreeing import Agreeing
 from kvtier.store.cache import Cache
 from kvtier.store.checkup import Checkup
 from kvtier.store.commits import Commits
@@ -88,6 +89,7 @@ class Store:
             wire.Forget: self.tokens.forget,
             wire.Order: Ordering(self.parts.mover).order,
             wire.Push: self.push,
+            wire.Agree: Agreeing(self.parts).agree,
             wire.Prefetch: self.tokens.prefetch,
             wire.Hint: Hints(self.parts).hint,
             wire.Reserve: self.tokens.reserve,

@@ -1,0 +1,217 @@
+"""The peer tier on a store that the whole fleet shares: no homes, everybody writes to it and reads from it.
+
+Who computes a page writes it behind, after the commit; who misses it asks within the same request. What the store
+does is a hint, as with peers: whatever is missing, late, of another length, of another name or not what was written
+is a miss from that page on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any, Final
+
+from kvtier.identity import CacheSpec
+from kvtier.peer.base import Move, Pick, Shared, Sink, Source
+from kvtier.peer.generations import Generations
+from kvtier.peer.items import items_of, page_name
+from kvtier.peer.reach import Reach, always
+from kvtier.peer.secrets import Secrets
+from kvtier.peer.shelf import HEAD, Mark, Shelf, item_name, marks
+from kvtier.peer.stored import DepotSink, DepotSource, Life
+from kvtier.peer.terms import MIN_BYTES_S
+
+LACKS_S: Final = 1.0
+"""So long the store's no is believed. Others may have given it the pages meanwhile."""
+MAX_LACKS: Final = 1 << 16
+FULL_S: Final = 5.0
+"""So long a store that refused to take something is given nothing."""
+SLICE: Final = 256
+"""Pages that are named without letting the loop go."""
+
+
+class Depot:
+    """A PeerTier whose one peer is the store. Owned by the loop thread."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        secrets: Secrets,
+        *,
+        name: str = "this host",
+        deadline_s: float = 0.2,
+    ) -> None:
+        """`deadline_s`: of one question; bytes have their time at 32 MiB/s too."""
+        self.shelf = shelf
+        self.name = name
+        self.deadline_s = deadline_s
+        self.counts = shelf.counts
+        self.generations = Generations(shelf)
+        self._secrets = secrets
+        self._lacks: dict[bytes, float] = {}
+        self._full_until = 0.0
+
+    def start(self) -> None:
+        """See PeerTier."""
+        self.shelf.start()
+
+    def shared(self, spec: CacheSpec, scope: str, epoch: int) -> Shared | None:
+        """See PeerTier."""
+        return self._secrets.shared(spec, scope, epoch)
+
+    def until(self, nbytes: int = 0) -> float:
+        """By when something with so many bytes is over."""
+        return time.monotonic() + self.deadline_s + nbytes / MIN_BYTES_S
+
+    async def forget(self, shared: Shared) -> None:
+        """See PeerTier."""
+        await self.generations.end(shared)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def worth(self, shared: Shared, keys: bytes, have: int) -> bool:
+        """See PeerTier."""
+        until = self._lacks.get(page_name(shared, keys, have))
+        return self.shelf.up and (until is None or until <= time.monotonic())
+
+    def _note_lack(self, shared: Shared, keys: bytes, have: int) -> None:
+        """The store does not have that page."""
+        if len(self._lacks) >= MAX_LACKS:
+            self._lacks.pop(next(iter(self._lacks)))
+        name = page_name(shared, keys, have)
+        self._lacks.pop(name, None)
+        self._lacks[name] = time.monotonic() + LACKS_S
+
+    async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
+        """See PeerTier."""
+        found = await self._reach(shared, keys, have)
+        if found is not None and found.pages <= have:
+            self._note_lack(shared, keys, have)
+        return [found] if found is not None and found.pages > have else []
+
+    async def _reach(self, shared: Shared, keys: bytes, have: int) -> DepotSource | None:
+        """What there is of a path; None where the store does not say."""
+        self.counts["peer_asked"] += 1
+        until = self.until()
+        named = await _marks(shared, keys)
+        generation = await self.generations.of(shared, until)
+        if generation is None:
+            return None
+        life = Life(generation, self.generations.ended)
+        heads: dict[tuple[int, int], bytes] = {}
+
+        async def ask(items: list[tuple[int, int]]) -> list[bool | None]:
+            names = [item_name(shared, generation, named[at], g) for g, at in items]
+            if not self.shelf.peeks:
+                return await self.shelf.has(names, until)
+            found = await self.shelf.peek(names, HEAD.size, until)
+            heads.update({item: raw for item, raw in zip(items, found, strict=True) if raw})
+            return [None if raw is None else raw != b"" for raw in found]
+
+        pages = await Reach(shared.spec, len(named), ask).deepest(have)
+        return None if pages is None else DepotSource(self, shared, life, named, pages, heads)
+
+    async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
+        """See PeerTier."""
+        found = await self._reach(shared, keys, 0) if node == self.shelf.name else None
+        return 0 if found is None else found.pages
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+
+    def answers(self) -> bool:
+        """See PeerTier."""
+        return self.shelf.up
+
+    def key_homes(self, shared: Shared, group: int, key: bytes) -> list[str]:  # noqa: ARG002 - there is one
+        """See PeerTier."""
+        return [self.shelf.name]
+
+    async def holders(self, shared: Shared, group: int, keys: list[bytes]) -> dict[bytes, list[str]]:
+        """See PeerTier."""
+        self.counts["peer_asked"] += 1
+        until = self.until()
+        named = await _marks(shared, b"".join(keys))
+        generation = await self.generations.of(shared, until)
+        if generation is None:
+            return {}
+        found = await self.shelf.has([item_name(shared, generation, mark, group) for mark in named], until)
+        return {key: [self.shelf.name] for key, there in zip(keys, found, strict=True) if there}
+
+    async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:  # noqa: ARG002
+        """See PeerTier."""
+        generation = await self.generations.of(shared, self.until())
+        if generation is None:
+            return None
+        life = Life(generation, self.generations.ended)
+        return DepotSource(self, shared, life, await _marks(shared, keys), len(keys) // shared.spec.stride, {})
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def known(self, node: str) -> bool:
+        """See PeerTier."""
+        return node == self.shelf.name
+
+    def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
+        """See PeerTier: everything goes to the store."""
+        return [(self.shelf.name, len(keys) // shared.spec.stride)]
+
+    def moves(self) -> Move | None:
+        """See PeerTier: the store is home of everything, whoever comes and goes."""
+        return None
+
+    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:  # noqa: ARG002 - none moves
+        """See PeerTier."""
+        return False
+
+    async def offer(
+        self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
+    ) -> Sink | None:
+        """See PeerTier."""
+        if node != self.shelf.name or not self.shelf.up or self._full_until > time.monotonic():
+            return None
+        until = self.until()
+        named = await _marks(shared, keys)
+        generation = await self.generations.of(shared, until)
+        if generation is None:
+            return None
+        life, pages = self.shelf.life, len(named)
+        full = [group] if shared.spec.keyed else always(shared.spec)
+        items = sorted({*((g, at) for g in full for at in range(pages)), *items_of(shared.spec, spare, pages)})
+        there = await self.shelf.has([item_name(shared, generation, named[at], g) for g, at in items], until)
+        lacking = [item for item, has in zip(items, there, strict=True) if has is False]
+        if None in there and not lacking:
+            return None
+        return DepotSink(self, shared, generation, named, lacking, life=life, unknown=there.count(None))
+
+    def refused(self) -> None:
+        """It answers and does not take what it is given: give it nothing for a while."""
+        self._full_until = time.monotonic() + FULL_S
+
+    # -- routing ---------------------------------------------------------------------------------------------------
+
+    async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:  # noqa: ARG002
+        """See PeerTier: hosts that share a store do not know each other."""
+        return {}
+
+    def preferred(self, shared: Shared, keys: bytes) -> list[str]:  # noqa: ARG002
+        """See PeerTier."""
+        return [self.name]
+
+    def status(self) -> list[dict[str, Any]]:
+        """See PeerTier."""
+        return self.shelf.status()
+
+    async def close(self) -> None:
+        """See PeerTier."""
+        await self.shelf.close()
+
+
+async def _marks(shared: Shared, keys: bytes) -> list[Mark]:
+    """Marks of a path's pages, or of keys, a slice at a time."""
+    out: list[Mark] = []
+    source = marks(shared, keys)
+    while part := list(itertools.islice(source, SLICE)):
+        out += part
+        await asyncio.sleep(0)
+    return out
