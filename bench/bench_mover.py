@@ -29,7 +29,7 @@ from measure import OURS, Bench, Samples, Target
 from kvtier import wire
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.index import Order, RadixIndex
-from kvtier.policy import every, load
+from kvtier.policy import Policy, every, load
 from kvtier.store import Store
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -167,8 +167,8 @@ class Forest:
     """Leaves of one page in a tier of so many pages under a policy, with a page evicted for each that comes."""
 
     def __init__(self, policy: str, leaves: int, seed: int) -> None:
-        """No policy: the index by itself, which takes the least recently used."""
-        self.order = Order(Tier.HOST, load(policy)(Tier.HOST) if policy else None)
+        """No name: what all policies share, which takes the least recently used."""
+        self.order = Order(Tier.HOST, load(policy)(Tier.HOST) if policy else Policy(Tier.HOST))
         spec = CacheSpec("bench", bytes(16), "bfloat16", 2, (GroupSpec(Kind.FULL, 1, 1, 4096),))
         self.index = RadixIndex(spec, bytes(16), {Tier.HOST: self.order})
         self.random = random.Random(seed)

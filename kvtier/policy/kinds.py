@@ -8,17 +8,10 @@ from itertools import groupby
 from math import log
 from typing import Any, ClassVar, Final, NamedTuple
 
+from kvtier.policy.ages import EARLY, FADE, FAITH, STEPS
 from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.uses import Counting
 
-EARLY: Final = 0.05
-"""Added to every age, in turnovers: what was used just now is not infinitely hot."""
-FAITH: Final = 0.005
-"""Turnovers of evidence with which every kind starts out as hot as all others."""
-MEMORY: Final = 6.0
-"""Turnovers in which evidence comes to count half."""
-STEPS: Final = 8
-"""What was seen is taken for what is to come so often in a turnover."""
 SIZES: Final = (2, 4, 16, 64)
 """Nodes of fewer pages than the first, the second, ... are of different kinds."""
 KINDS: Final = 14
@@ -87,7 +80,7 @@ class ByKind(Counting):
     def regret(self, wait: Wait, pages: int) -> None:
         """Pages were evicted too early."""
 
-    def _waited(self, wait: Wait, pages: float, *, used: bool) -> None:
+    def waited(self, wait: Wait, pages: float, *, used: bool) -> None:
         """Pages waited, and were used or given up."""
         passed = log((self.age(wait.mark) + EARLY) / (wait.since + EARLY)) if self.clock > wait.mark else 0.0
         self._expected[wait.kind] += pages * max(0.0, passed)
@@ -96,11 +89,11 @@ class ByKind(Counting):
     def learn(self) -> None:
         """Take what was seen for what is to come."""
         rate = (sum(self._hits) + 1.0) / (sum(self._expected) + 1.0)
-        faith, fade = FAITH * self.size + 1.0, 0.5 ** (1 / (STEPS * MEMORY))
+        faith = FAITH * self.size + 1.0
         for kind, hits in enumerate(self._hits):
             self.heat[kind] = (hits / rate + faith) / (self._expected[kind] + faith)
-            self._hits[kind] *= fade
-            self._expected[kind] *= fade
+            self._hits[kind] *= FADE
+            self._expected[kind] *= FADE
         self._scales = [[heat**power for heat in self.heat] for power in self.powers]
 
     # -- what happens ------------------------------------------------------------------------------------------
@@ -113,7 +106,7 @@ class ByKind(Counting):
         self._ghosts.resize(self.size)
         known = self._ghosts.take(index, node, lo, hi)
         for wait in known:
-            self._waited(wait, self._ghosts.scale, used=True)
+            self.waited(wait, self._ghosts.scale, used=True)
             self.regret(wait, self._ghosts.scale)
         if new:
             uses = self.uses(node)
@@ -140,7 +133,7 @@ class ByKind(Counting):
             forgotten += self._ghosts.add(index, node, lo, hi - tail, Wait(kind, since, mark, often, 0, votes))
         for _, same in groupby(forgotten, id):  # neighbours went together and have one mark
             marks = list(same)
-            self._waited(marks[0], len(marks) * self._ghosts.scale, used=False)
+            self.waited(marks[0], len(marks) * self._ghosts.scale, used=False)
 
     def use(self, node: Any, now: float) -> None:
         """A leaf's wait is over; what is above it is no candidate while it lasts."""
@@ -148,9 +141,9 @@ class ByKind(Counting):
         if uses.extra is not None and node.tier_leaf(self.tier):
             wait: Wait = uses.extra
             if wait.tail:
-                self._waited(wait._replace(kind=_TAIL), 1, used=True)
+                self.waited(wait._replace(kind=_TAIL), 1, used=True)
             if node.count[self.tier] > wait.tail:
-                self._waited(wait, node.count[self.tier] - wait.tail, used=True)
+                self.waited(wait, node.count[self.tier] - wait.tail, used=True)
         super().use(node, now)
         uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 0)
 
