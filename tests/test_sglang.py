@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -157,8 +159,8 @@ def test_a_daemon_that_is_gone_or_hangs_is_a_miss(storage: Engine, home: Daemon,
     assert storage.tell("get", at=at, keys=keys, seed=8)["right"] == [True] * len(keys)
 
 
-def test_what_cannot_be_shared_is_refused_by_name(storage: Engine, home: Daemon, model: Path):
-    """LoRA (page hashes do not say what is in an adapter) and the slow interface end the start with the reason."""
+def test_what_cannot_be_shared_is_refused_by_name(storage: Engine, home: Daemon, model: Path, tmp_path: Path):
+    """LoRA and media (page hashes do not say what is in them) and the slow interface end the start with the reason."""
     with pytest.raises(AssertionError, match="interface_v1"):
         storage.tell("pool", interface_v1=0)
     lora = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
@@ -166,6 +168,14 @@ def test_what_cannot_be_shared_is_refused_by_name(storage: Engine, home: Daemon,
         storage.storage(model, config(home.socket), **lora)
         with pytest.raises(AssertionError, match="enable_lora"):
             storage.tell("pool")
+        seeing = tmp_path / "seeing"
+        shutil.copytree(model, seeing)
+        settings = json.loads((seeing / "config.json").read_text())
+        (seeing / "config.json").write_text(json.dumps(settings | {"image_token_id": 7}))
+        storage.storage(seeing, config(home.socket))
+        with pytest.raises(AssertionError, match="30 bits"):
+            storage.tell("pool")
+        storage.tell("pool", media="never")
     finally:
         storage.storage(model, config(home.socket))
 

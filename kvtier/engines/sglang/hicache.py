@@ -31,7 +31,8 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
     """Pages of HiCache's host pools under SGLang's own hashes, in caches that only equal engines share.
 
     Extra configuration beside what SGLang asks for: `socket` (default as for every client), `scope`, `verify` (always,
-    sample, never) and `fingerprint` (sample, exact, or the name of weights that are not on this host).
+    sample, never), `fingerprint` (sample, exact, or the name of weights that are not on this host) and `media` (never:
+    no request brings images or sound to a model that takes them).
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -70,22 +71,26 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
         known = self._pools.get(name)
         if known is None or known.memory is not memory:
             self._specs[name] = spec_of(self._config, name, memory)
-            self._pools[name] = Pool(memory, self._client.open(self._after_changes(self._specs[name])))
+            self._pools[name] = Pool(memory, self._client.open(self._after_changes(self._specs[name], self._seen)))
 
-    def _after_changes(self, spec: CacheSpec) -> CacheSpec:
+    def _after_changes(self, spec: CacheSpec, changes: int) -> CacheSpec:
         """The spec of KV that the weights of now have made: this engine's own, once they were changed in place."""
-        if not self._seen:
+        if not changes:
             return spec
-        revision = f"{spec.revision[:256]} changed {self._seen} times in {self._engine}"
+        revision = f"{spec.revision[:256]} changed {changes} times in {self._engine}"
         return msgspec.structs.replace(spec, revision=revision)
 
     def _pool(self, name: Any) -> Pool:
         """The pool of that name, in the cache of the weights of now."""
         with self._lock:
-            if self._seen != reload.count():
-                self._seen = reload.count()
+            changes = reload.count()
+            if self._seen != changes:
+                opened = {
+                    each: self._client.open(self._after_changes(self._specs[each], changes)) for each in self._pools
+                }
                 for each, pool in self._pools.items():
-                    pool.cache = self._client.open(self._after_changes(self._specs[each]))
+                    pool.cache = opened[each]
+                self._seen = changes
         return self._pools[str(name)]
 
     # -- KV ------------------------------------------------------------------------------------------------------
