@@ -189,6 +189,8 @@ class Acquire(Message):
     handle: int
     pages: int = -1
     wait_ms: int = 1000
+    device: bool = False
+    """Whoever reads maps the device's memory: addresses there may come, and pages that are hot are brought there."""
 
 
 class Items(Message):
@@ -291,6 +293,8 @@ class Reserve(Message):
     pages: int
     wants: tuple[Want, ...] = ()
     wait_ms: int = 50
+    device: bool = False
+    """Slots in the device's memory, which whoever writes maps."""
 
 
 class Reserved(Message):
@@ -394,6 +398,37 @@ class Registered(Message):
     region: int
     mapped: bool
     """True where the fd is sealed against shrinking and mapped; false where I/O goes by preadv/pwritev."""
+
+
+class MapDevice(Message):
+    """Sent instead of Hello on a connection of its own: how to map the device's memory. Replies DeviceMapped."""
+
+    instance: str
+    scope: str = ""
+
+
+class DeviceMapped(Message):
+    """Reply to MapDevice; with an empty handle the descriptor of a VMM chunk (or a memfd) comes along by SCM_RIGHTS.
+
+    The arena is `size` bytes from `offset` of the allocation on; UseDevice's token is the 16 bytes after them.
+    """
+
+    arena: int
+    size: int
+    uuid: bytes
+    """The GPU's, 16 bytes; zeros where the CPU is in its place."""
+    handle: bytes
+    """The allocation's CUDA IPC handle, 64 bytes, or empty."""
+    allocation: int
+    """Bytes of the whole allocation."""
+    offset: int
+    chunk: int = 0
+
+
+class UseDevice(Message):
+    """This process maps the device's memory, as the token shows that it read there. Replies Ok."""
+
+    token: bytes
 
 
 class Unregister(Message):
@@ -700,6 +735,8 @@ VERBS: Final[dict[type[Message], int]] = {
     Register: 6,
     Unregister: 7,
     Unmapped: 8,
+    MapDevice: 9,
+    UseDevice: 10,
     Match: 16,
     Acquire: 17,
     Release: 18,

@@ -11,24 +11,31 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from kvtier.device.host import HostDevice
 from kvtier.store import Store
+from kvtier.store.vram import DeviceMemory
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.extentfile import Calls
 from kvtier.tiers.host import HostTier
 
 MIB = 1 << 20
+DEVICE: list[int] = []
+"""Bytes of the device tier that stores are made with; empty: none."""
 
 
 @contextlib.asynccontextmanager
 async def storing(
-    path: Path | None, host: int = 4 * MIB, disk: int = 64 * MIB, calls: Calls | None = None, **more: float
+    path: Path | None, host: int = 4 * MIB, disk: int = 64 * MIB, calls: Calls | None = None, **more: Any
 ) -> AsyncIterator[Store]:
     """A started store on a directory (None: no disk tier), drained at the end."""
     loop = asyncio.get_running_loop()
     tier = None if path is None else DiskTier(path, disk, post=loop.call_soon_threadsafe, calls=calls)
+    if DEVICE and "device" not in more:
+        more["device"] = DeviceMemory(HostDevice, DEVICE[0], slab_bytes=64 << 10)
     store = Store(HostTier(host, slab_bytes=256 << 10, prefault=False), tier, **more)
     await store.start()
     try:
@@ -38,13 +45,19 @@ async def storing(
 
 
 def drop_host(store: Store) -> None:
-    """Evict everything that can be evicted from host."""
+    """Evict everything that can be evicted from host, and from the device."""
+    if store.parts.vram is not None:
+        for pool in store.parts.vram.tier.pools:
+            store.parts.vram.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
     for pool in store.parts.host.pools:
         store.parts.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
 
 
 async def quiet(store: Store) -> None:
-    """Wait until nothing is on its way to disk."""
+    """Wait until nothing is on its way."""
+    if store.parts.vram is not None:
+        await store.parts.vram.promote.settled()
+        await store.parts.vram.demote.settled()
     await store.parts.persist.flush(list(store.parts.caches.values()), asyncio.get_running_loop().time() + 20)
 
 

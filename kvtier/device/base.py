@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
+from kvtier.device.ipc import Exported
 from kvtier.device.ops import Op
 
 
@@ -57,6 +58,15 @@ class Pinned(Buffer, Protocol):
         """The same bytes for the host: uint8."""
 
 
+class Shared(NamedTuple):
+    """Device memory that other processes may map, and how they are told of it."""
+
+    memory: Buffer
+    exported: Exported
+    fd: int
+    """Goes along to whoever maps it; -1 where a handle is enough. Closed by whoever took the memory."""
+
+
 class Facts(NamedTuple):
     """What a device is."""
 
@@ -81,6 +91,9 @@ class Device(Protocol):
 
     def take(self, size: int) -> Buffer:
         """Device memory. Raises KvtierError(no_space)."""
+
+    def share(self, size: int) -> Shared:
+        """Device memory for other processes too. Raises KvtierError(no_space), or io."""
 
     def pin(self, size: int) -> Pinned:
         """Pinned host memory. Raises KvtierError(no_space)."""

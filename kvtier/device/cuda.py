@@ -16,7 +16,7 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.device.base import Event, Facts, Stream
+from kvtier.device.base import Event, Facts, Shared, Stream
 from kvtier.device.host import raw
 from kvtier.device.ipc import LibCuda
 from kvtier.device.kernels import Launch, Source, launch
@@ -263,6 +263,16 @@ class CudaDevice:
     def take(self, size: int) -> CudaBuffer:
         """Device memory."""
         return CudaBuffer(self, size)
+
+    def share(self, size: int) -> Shared:
+        """Device memory whose handle other processes open."""
+        memory = self.take(size)
+        try:
+            exported, fd = LibCuda().export(self.facts.uuid, memory.address, size)
+        except KvtierError:
+            memory.free()
+            raise
+        return Shared(memory, exported, fd)
 
     def pin(self, size: int) -> CudaPinned:
         """Pinned host memory."""

@@ -48,6 +48,9 @@ class Owner(Protocol):
     def register(self, msg: wire.Register, fd: int, peer: Peer) -> wire.Registered:
         """Take a region, keeping a duplicate of the descriptor. Raises KvtierError."""
 
+    async def map_device(self, msg: wire.MapDevice, peer: Peer) -> tuple[wire.DeviceMapped, int]:
+        """How to map the device's memory; the descriptor (-1: none) stays the store's. Raises KvtierError."""
+
 
 class Session:
     """One connection of one process, from Hello until the process can touch nothing of it any more."""

@@ -88,6 +88,8 @@ class Checkup:
         """What there is to check."""
         parts = self.parts
         yield "host", parts.host.checking
+        if parts.vram is not None:
+            yield "device", parts.vram.tier.checking
         if parts.disk is not None:
             yield "disk", parts.disk.checking if not parts.loading else _loading
         for cache in list(parts.caches.values()):
@@ -106,7 +108,8 @@ class Checkup:
         """Leases beyond those of pins, by cache; empty while anybody may hold some."""
         parts = self.parts
         moving = parts.loads.moving or parts.persist.pending or parts.mover.running or any(parts.mover.waiting.values())
-        if parts.instances or moving or parts.loading:
+        shifting = parts.vram is not None and (parts.vram.demote.tasks or parts.vram.promote.tasks)
+        if parts.instances or moving or shifting or parts.loading:
             return {}
         pinned = self.pins.held()
         over = {cache: cache.index.root.refs - pinned[cache] for cache in parts.caches.values()}

@@ -79,6 +79,11 @@ class Persist:
         """Whether pump is about to run."""
         self._stuck_until = self._full_until = self._given_up = 0.0
 
+    @property
+    def there(self) -> bool:
+        """Whether there is a disk tier."""
+        return self.disk is not None
+
     def declines(self, node: Node) -> bool:
         """Whether disk is full, and what it would give up for this leaf's pages is as warm as they are, or cannot go.
 
@@ -205,7 +210,10 @@ class Persist:
         assert disk is not None
         cache, end = entry.cache, min(entry.end, entry.first + RUN_PAGES)
         items, nbytes = self._items(entry, end)
-        saved = items[0].page if items else end - entry.first
+        saved = items[0].page if items else self._within_reach(cache, entry.node, entry.first, end)
+        if not saved and not items:
+            entry.failed = "a page is in neither host nor disk"
+            return True
         if saved:
             self._settle(entry, saved, "")
             entry.first += saved
@@ -233,10 +241,14 @@ class Persist:
         return True
 
     def _items(self, entry: Entry, end: int) -> tuple[list[Item], int]:
-        """What only host holds of the run's pages; nothing when every page is on disk already."""
+        """What only host holds of the run's pages; nothing when every page is on disk already.
+
+        A page that is on neither (a device has it) ends the run: what follows has no parent on disk.
+        """
         out: list[Item] = []
         nbytes = 0
         cache, first = entry.cache, entry.first
+        end = first + self._within_reach(cache, entry.node, first, end)
         for group in range(cache.index.groups):
             host = cache.gather(entry.node, group, first, end - first, Tier.HOST)
             disk = cache.gather(entry.node, group, first, end - first, Tier.DISK)
@@ -247,6 +259,18 @@ class Persist:
                     nbytes += cache.item_bytes[group]
         out.sort(key=lambda item: (item.page, item.group))
         return out, nbytes
+
+    @staticmethod
+    def _within_reach(cache: Cache, node: Node, first: int, end: int) -> int:
+        """How many pages from `first` on have their anchors in host or on disk."""
+        count = end - first
+        if Tier.DEVICE not in cache.pools:
+            return count
+        for group in cache.index.anchors:
+            held, _ = cache.readable(node, group, first, count, (Tier.HOST, Tier.DISK))
+            if NO_COPY in held:
+                count = held.index(NO_COPY)
+        return count
 
     @staticmethod
     def _parent_saved(cache: Cache, node: Node, first: int) -> bool:

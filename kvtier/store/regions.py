@@ -122,10 +122,14 @@ class Regions:
         if lease is None:
             raise KvtierError(Code.UNKNOWN, f"no lease {msg.lease} here", "lease")
         rows = self._rows(process, msg, lease.cache)
-        source = self._leased(lease, msg, len(rows))
+        self._within(lease, msg, len(rows))
         for node in lease.nodes:
             lease.cache.index.lease(node)
         try:
+            if len(lease.tiers) > 1:  # rows are copied from host
+                away = self.parts.loads.missing(lease.cache, lease.nodes[0], [(msg.group, msg.first, len(rows))])
+                await self.parts.loads.bring(lease.cache, away, self.parts.deadline(msg.wait_ms))
+            source = self._leased(lease, msg, len(rows))
             return Loaded(bytes(await self._copy_out(process, msg, source, rows)))
         finally:
             self.keys.drop(process.instance, Lease(lease.cache, lease.nodes, lease.pages, 0))
@@ -148,11 +152,15 @@ class Regions:
         return Loaded(bytes(done))
 
     @staticmethod
-    def _leased(lease: Lease, msg: Load, count: int) -> Source:
-        """Items of pages [first, first + count) that a lease covers."""
-        cache = lease.cache
-        if cache.spec.keyed or msg.first < 0 or msg.first + count > lease.pages:
+    def _within(lease: Lease, msg: Load, count: int) -> None:
+        """Raise bad_request unless a lease covers pages [first, first + count)."""
+        if lease.cache.spec.keyed or msg.first < 0 or msg.first + count > lease.pages:
             raise bad("first", f"pages within the lease's {lease.pages}", msg.first)
+
+    @staticmethod
+    def _leased(lease: Lease, msg: Load, count: int) -> Source:
+        """Items of pages [first, first + count)."""
+        cache = lease.cache
         handles = cache.gather(lease.nodes[0], msg.group, msg.first, count, Tier.HOST)
         sums = cache.gather_sums(lease.nodes[0], msg.group, msg.first, count)
         return Source(cache, list(handles), list(sums))
@@ -186,11 +194,11 @@ class Regions:
         for at, (row, node) in enumerate(zip(rows, nodes, strict=True)):
             if row >= 0 and not done[at] and node is not None and not node.dead:
                 found = loads.missing(cache, node, [(group, 0, 1)])
-                if found and (found[0].disk, group) not in loads.moving:
+                if found and found[0].tier == Tier.DISK and (Tier.DISK, found[0].handle, group) not in loads.moving:
                     plan[at] = found[0]
         if disk is None or not plan:
             return
-        size, pieces = cache.item_bytes[group], [Fetch(rows[at], m.disk) for at, m in plan.items()]
+        size, pieces = cache.item_bytes[group], [Fetch(rows[at], m.handle) for at, m in plan.items()]
 
         def work(region: Region) -> Awaitable[list[Moved]]:
             return fetch(self.parts.mover, region, disk, pieces, group, size)
@@ -260,6 +268,8 @@ class Regions:
         res = process.instance.reservations.get(msg.reservation)
         if res is None:
             raise KvtierError(Code.UNKNOWN, f"no reservation {msg.reservation} here", "reservation")
+        if res.tier != Tier.HOST:
+            raise bad("reservation", "one in host memory", msg.reservation)
         rows = self._rows(process, msg, res.cache)
         _check_whole(process, res.cache)
         if res.writer(process.ranks[res.cache.number].bit) is not process:

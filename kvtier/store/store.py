@@ -34,6 +34,7 @@ from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.upkeep import Upkeep
 from kvtier.store.visits import Visits
+from kvtier.store.vram import DeviceMemory
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -59,8 +60,9 @@ class Store:
         version: str = "",
         scrub_bytes_s: float = 0.0,
         ways: Ways | None = None,
+        device: DeviceMemory | None = None,
     ) -> None:
-        self.parts = Parts(host, disk, ways)
+        self.parts = Parts(host, disk, ways, device)
         self.cap(cap)
         self.version = version
         self.tokens = Tokens(self.parts)
@@ -100,6 +102,7 @@ class Store:
             wire.Store: self.regions.store,
             wire.Flush: self.flush,
             wire.Stat: lambda _, msg: self.report.stat(msg),
+            wire.UseDevice: self.use_device,
         }
         self.admin: Mapping[type[wire.Message], AdminVerb] = {
             wire.Status: self.report.status,
@@ -144,6 +147,8 @@ class Store:
             self._background.append(loop.create_task(self.parts.warmth.run()))
         if self.parts.peers is not None:
             self.parts.peers.start()
+        if self.parts.vram is not None:
+            self.parts.vram.start()
         return self.loading
 
     def join_fleet(self, tier: PeerTier) -> None:
@@ -152,9 +157,11 @@ class Store:
 
     def cap(self, share: float) -> None:
         """The share of host that an instance may hold, from now on; what is held beyond it stays."""
+        vram = self.parts.vram
         self.cap_bytes = int(self.parts.host.budget_bytes * share)
+        self.device_cap = int(vram.tier.budget_bytes * share) if vram is not None else 0
         for instance in self.parts.instances.values():
-            instance.cap_bytes = self.cap_bytes
+            instance.cap_bytes, instance.device_cap = self.cap_bytes, self.device_cap
 
     def limit(self, quotas: Sequence[Rule]) -> None:
         """Other quotas from now on."""
@@ -192,7 +199,7 @@ class Store:
         if len(scope) > wire.MAX_NAME:
             raise bad("scope", f"at most {wire.MAX_NAME} characters", scope)
         full = f"uid:{peer.uid}" + (f":{scope}" if scope else "")
-        return self.parts.instances.get((full, name)) or Instance(name, full, self.cap_bytes)
+        return self.parts.instances.get((full, name)) or Instance(name, full, self.cap_bytes, self.device_cap)
 
     def leave(self, process: Process, clean: bool) -> None:
         """Its connection closed: with Bye it is gone at once, else when its pidfd says so."""
@@ -242,6 +249,21 @@ class Store:
             raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
         return self.regions.register(instance, msg, fd, peer.pid)
 
+    async def map_device(self, msg: wire.MapDevice, peer: Any) -> tuple[wire.DeviceMapped, int]:
+        """Tell a process of an attached instance how to map the device's memory; the descriptor stays the store's."""
+        instance = self._instance(msg.instance, msg.scope, peer)
+        if not instance.processes:
+            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        if self.parts.vram is None:
+            raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
+        return await self.parts.vram.map(instance.scope)
+
+    def use_device(self, process: Process, msg: wire.UseDevice) -> wire.Ok:
+        """A process shows that it maps the device's memory."""
+        if self.parts.vram is None:
+            raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
+        return self.parts.vram.use(process, msg)
+
     async def drain(self, timeout_s: float) -> None:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
@@ -254,10 +276,16 @@ class Store:
         await asyncio.wait(self._background)
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
+            if self.parts.vram is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline):
+                        await self.parts.vram.settle(list(self.parts.caches.values()))
             await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.parts.warmth.save()
+        if self.parts.vram is not None:
+            await self.parts.vram.close()
         self.parts.close()
 
     # -- caches ----------------------------------------------------------------------------------------------------
@@ -333,7 +361,10 @@ class Store:
         return await self._flush(list(self.parts.caches.values()), msg.wait_ms)
 
     async def _flush(self, caches: list[Cache], wait_ms: int) -> wire.Ok:
-        reason = await self.parts.persist.flush([c for c in caches if not c.retired], self.parts.deadline(wait_ms))
+        deadline = self.parts.deadline(wait_ms)
+        if self.parts.vram is not None and (late := await self.parts.vram.flush(caches, deadline)):
+            raise KvtierError(Code.NO_SPACE, late)
+        reason = await self.parts.persist.flush([c for c in caches if not c.retired], deadline)
         if reason:
             raise flush_error(reason)
         return wire.Ok()

@@ -1,0 +1,16 @@
+"""The store's suite again, over a device tier of a few slots: engines read there in place and compute there."""
+
+from __future__ import annotations
+
+import pytest
+
+import storekit
+from test_store import *  # noqa: F403 - each of its tests is run once more here
+
+SLOTS = 64 << 10
+
+
+@pytest.fixture(autouse=True)
+def a_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every store of these tests has a device tier."""
+    monkeypatch.setattr(storekit, "DEVICE", [SLOTS])
