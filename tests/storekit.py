@@ -9,7 +9,8 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ async def until(holds: object, timeout_s: float = 20.0) -> None:
     while not holds():
         assert asyncio.get_running_loop().time() < deadline, "still waiting"
         await asyncio.sleep(0.002)
+
+
+def until_sync(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Ask again until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "still waiting"
+        time.sleep(0.005)
 
 
 def memfd(rows: int, stride: int, *, sealed: bool) -> tuple[int, np.ndarray]:

@@ -54,6 +54,14 @@ def available() -> bool:
     return bool(cupy.is_available())
 
 
+def read(address: int, size: int) -> bytes:
+    """Bytes of the GPU's memory, now; blocks. Raises KvtierError(io)."""
+    out = np.empty(size, np.uint8)
+    with faults("reading GPU memory"):
+        runtime.memcpy(out.ctypes.data, address, size, runtime.memcpyDefault)
+    return out.tobytes()
+
+
 class CudaEvent:
     """A place in a CUDA stream."""
 

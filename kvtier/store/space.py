@@ -187,8 +187,8 @@ class Space:
         """Drop cold clean pages until `missing` items per group fit; False when nothing could be dropped.
 
         A page that no slower tier holds is offered to the next one first; where that is refused, it is lost only when
-        there is no copy to drop that such a tier has too. A group without any slot is not helped by evicting the others'
-        pages. Of one quota, or of all.
+        there is no copy to drop that such a tier has too. A group without any slot is not helped by evicting pages of
+        the others. Of one quota, or of all.
         """
         order = self.order_of(pool)
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
