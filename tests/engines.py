@@ -57,6 +57,8 @@ class Engine:
         self.spec: CacheSpec | None = None
         self.mapped = False
         """Whether it maps the device's memory: it reads there, and computes there what there is room for."""
+        self.patient = True
+        """Whether it waits after each request until nothing moves to or from the device."""
         self.tag = b""
         """Goes before each path when its content is made, so that what must not be shared differs."""
 
@@ -64,12 +66,16 @@ class Engine:
         """One verb; awaits it where it must wait. On the device where that is mapped and has room."""
         if self.mapped and isinstance(message, wire.Acquire | wire.Reserve):
             reply = await self._call(msgspec.structs.replace(message, device=True))
-            await self.still()
+            if self.patient:
+                await self.still()
             if isinstance(message, wire.Acquire) or reply.pages == message.pages:
                 return reply
             if reply.reservation:
                 await self._call(wire.Abort(reply.reservation))
-        return await self._call(message)
+        reply = await self._call(message)
+        if self.mapped and self.patient:
+            await self.still()
+        return reply
 
     async def _call(self, message: wire.Message) -> Any:
         reply = self.store.verbs[type(message)](self.process, message)

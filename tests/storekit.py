@@ -54,6 +54,12 @@ def drop_host(store: Store) -> None:
         store.parts.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
 
 
+def used(store: Store) -> int:
+    """Slots of the first group in use, in host and on the device."""
+    vram = store.parts.vram
+    return sum(pool.used(0) for pool in [*store.parts.host.pools, *(vram.tier.pools if vram else [])])
+
+
 async def quiet(store: Store) -> None:
     """Wait until nothing is on its way."""
     if store.parts.vram is not None:

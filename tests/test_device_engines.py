@@ -109,7 +109,7 @@ def test_no_driver_is_a_state_and_the_daemon_lives(tmp_path: Path):
 
 def test_an_engine_that_maps_other_memory_is_refused(daemon: Daemon, monkeypatch: pytest.MonkeyPatch):
     """The token shows that both see the same bytes; without it nothing is named on the device, and why is said."""
-    from kvtier.client import device  # noqa: PLC0415
+    from kvtier.client import device
 
     right = device._map_host
     monkeypatch.setattr(device, "_map_host", lambda *args: bytes(16) if right(*args) else b"")

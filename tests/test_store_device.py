@@ -8,6 +8,7 @@ import storekit
 from test_store import *  # noqa: F403 - each of its tests is run once more here
 
 SLOTS = 64 << 10
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)

@@ -171,7 +171,7 @@ class Loads:
     def lose(self, cache: Cache, m: Missing, reason: str) -> None:
         """A copy is not what was stored: a miss, counted and logged. Where no other tier has it, its subtree is cut.
 
-        The caller holds a lease of its own; a copy in memory that others hold too is left for later.
+        The caller holds a lease of its own; a host copy that others hold too is left for later.
         """
         index, tier = cache.index, m.tier
         self.counts[f"load_{reason}" if tier == Tier.DISK else f"{Tier(tier).name.lower()}_{reason}"] += 1
@@ -184,11 +184,13 @@ class Loads:
             if all(index.get(where, at, Tier.DISK, group) != m.handle for group in range(index.groups)):
                 cache.release([dropped], self.disk)  # else the run's page holds other groups' items that are good
             return
-        if tier != Tier.DISK and where.refs > 1:
+        if tier == Tier.HOST and where.refs > 1:
             return
         others = [other for other in LOCAL if other != tier]
         needed = index.anchors if isinstance(index, RadixIndex) else [m.group]
         if all(any(index.get(where, at, other, g) != NO_COPY for other in others) for g in needed):
+            if tier == Tier.DEVICE and where.refs > 1:
+                return  # an engine may read it in place
             cache.release(index.drop(where, at, at + 1, tier), self.disk)
             self.space.persist.offer(cache, m.node, m.page, m.page + 1)
             return

@@ -31,6 +31,8 @@ FULL_S: Final = 0.5
 
 HEAT_OF: Final = 3
 """Half-life by which pages are hot: 512 s."""
+HOT: Final = 2.0
+"""Uses, its storing included, after which a page may push others out of the device."""
 
 log = logging.getLogger("kvtier.shifts")
 
@@ -240,7 +242,7 @@ class Demote(Shifter):
 
 
 class Promote(Shifter):
-    """From host to device: what an engine reads there, where there is room or it was used more than once."""
+    """From host to device: what an engine reads there, where there is room or it is hot."""
 
     def __init__(self, to: Space, loads: Loads) -> None:
         super().__init__(to, loads, Tier.HOST)
@@ -250,7 +252,7 @@ class Promote(Shifter):
         if self.pages or Tier.DEVICE not in cache.pools:
             return
         items = self.items(cache, node, cache.radix.needed(pages), (Tier.DEVICE,))[:MOST_PAGES]
-        if items and (self._room(cache, items) or Heat.level(node, HEAT_OF, self.to.ways.now()) > 1):
+        if items and (self._room(cache, items) or Heat.level(node, HEAT_OF, self.to.ways.now()) > HOT):
             self.start(cache, node, len(items), self._up(cache, items))
 
     def _room(self, cache: Cache, items: list[Missing]) -> bool:
