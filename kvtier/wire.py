@@ -400,6 +400,38 @@ class Registered(Message):
     """True where the fd is sealed against shrinking and mapped; false where I/O goes by preadv/pwritev."""
 
 
+HANDLE_BYTES: Final = 64
+UUID_BYTES: Final = 16
+
+
+class Exported(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A stretch of GPU memory as one process tells another of it."""
+
+    uuid: bytes
+    """The GPU's, 16 bytes; zeros where the CPU is in a GPU's place."""
+    handle: bytes
+    """The allocation's CUDA IPC handle, 64 bytes; empty where a descriptor comes along instead."""
+    allocation: int
+    """Bytes of the whole allocation."""
+    offset: int
+    size: int
+    chunk: int = 0
+    """For a descriptor: names the chunk within the exporting process, so that it is mapped once."""
+
+    def check(self) -> None:
+        """Raise bad_request naming the first field that cannot be."""
+        wrong = (
+            ("uuid", len(self.uuid) != UUID_BYTES),
+            ("handle", len(self.handle) not in {0, HANDLE_BYTES}),
+            ("allocation", not 0 < self.allocation < 1 << 48),
+            ("offset", not 0 <= self.offset < self.allocation),
+            ("size", not 0 < self.size <= self.allocation - self.offset),
+        )
+        for field, bad in wrong:
+            if bad:
+                raise KvtierError(Code.BAD_REQUEST, "not a stretch of GPU memory", f"exported.{field}")
+
+
 class MapDevice(Message):
     """Sent instead of Hello on a connection of its own: how to map the device's memory. Replies DeviceMapped."""
 
@@ -410,25 +442,53 @@ class MapDevice(Message):
 class DeviceMapped(Message):
     """Reply to MapDevice; with an empty handle the descriptor of a VMM chunk (or a memfd) comes along by SCM_RIGHTS.
 
-    The arena is `size` bytes from `offset` of the allocation on; UseDevice's token is the 16 bytes after them.
+    The arena is the stretch's first `size` bytes; UseDevice's token is the 16 bytes after them.
     """
 
     arena: int
     size: int
-    uuid: bytes
-    """The GPU's, 16 bytes; zeros where the CPU is in its place."""
-    handle: bytes
-    """The allocation's CUDA IPC handle, 64 bytes, or empty."""
-    allocation: int
-    """Bytes of the whole allocation."""
-    offset: int
-    chunk: int = 0
+    exported: Exported
 
 
 class UseDevice(Message):
     """This process maps the device's memory, as the token shows that it read there. Replies Ok."""
 
     token: bytes
+
+
+class Plane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One layer's K, its V, or its fused rows, in blocks of `tokens` tokens: places and strides in bytes."""
+
+    memory: int
+    """Which of the message's stretches it is in."""
+    layer: int
+    offset: int
+    """Of the first block's first row in that stretch."""
+    blocks: int
+    heads: int
+    tokens: int
+    row: int
+    """Bytes of one head of one token, contiguous."""
+    block_stride: int
+    head_stride: int
+    token_stride: int
+
+
+class RegisterKv(Message):
+    """Sent instead of Hello on a connection of its own: the engine's own paged KV in GPU memory. Replies Registered.
+
+    A descriptor comes along for each stretch without a handle, in order. Loads and stores name blocks as rows.
+    """
+
+    instance: str
+    name: str
+    """Names the region within the instance."""
+    memory: tuple[Exported, ...]
+    planes: tuple[Plane, ...]
+    """By layer; of one layer K before V."""
+    token: bytes
+    """What the first stretch begins with, 1..64 bytes, unchanged until the reply: it is read back."""
+    scope: str = ""
 
 
 class Unregister(Message):
@@ -737,6 +797,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Unmapped: 8,
     MapDevice: 9,
     UseDevice: 10,
+    RegisterKv: 11,
     Match: 16,
     Acquire: 17,
     Release: 18,

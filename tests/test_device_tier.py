@@ -257,7 +257,7 @@ async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str):
         reserved = await engine.reserve(lost)
         engine.write(lost, reserved)
         device.stuck = device.down = True
-        with pytest.raises(KvtierError, match="did not move|link is down"):
+        with pytest.raises(KvtierError, match=r"did not move|link is down"):
             await engine.call(wire.Commit(reserved.reservation, 0, 4))
         vram = store.parts.vram
         await until(lambda: vram.state == "sick")

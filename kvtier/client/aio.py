@@ -15,7 +15,7 @@ from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, ping
 from kvtier.client.device import MappedDevice
 from kvtier.client.held import HeldLease, HeldReservation, Share, shared
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
 from kvtier.client.slots import Checks, Verify
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path
@@ -66,7 +66,18 @@ class AsyncClient:
 
     async def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> AsyncRegion:
         """See sync.Client.register."""
-        region = AsyncRegion(self, name, fd, offset, stride, rows)
+        region = AsyncRegion(self, name, registering(self.identity, name, offset, stride, rows), [fd])
+        await self.attempt(region.entering(), None)
+        return region
+
+    async def register_kv(
+        self, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
+    ) -> AsyncRegion:
+        """See sync.Client.register_kv."""
+        who, fds = self.identity, [fd for what, fd in memory if not what.handle]
+        told = tuple(what for what, _ in memory)
+        message = wire.RegisterKv(who.instance, name, told, tuple(planes), token, who.scope)
+        region = AsyncRegion(self, name, message, fds)
         await self.attempt(region.entering(), None)
         return region
 
@@ -265,8 +276,10 @@ class AsyncReservation(HeldReservation):
 class AsyncRegion(HeldRegion):
     """Memory of the engine's own; see sync.Client.register."""
 
-    def __init__(self, client: AsyncClient, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
-        super().__init__(client.identity, name, fd, offset, stride, rows)
+    def __init__(
+        self, client: AsyncClient, name: str, message: wire.Register | wire.RegisterKv, fds: Sequence[int]
+    ) -> None:
+        super().__init__(name, message, fds)
         self._client = client
 
     async def start_load(

@@ -131,8 +131,8 @@ class AsyncLink:
             case Post(joined, message):
                 await self.start(joined, message, wire.Ok, deadline)
                 return None
-            case Hand(message, fd, reply):
-                return (await self._aside(message, [fd], reply, deadline))[0]
+            case Hand(message, fds, reply):
+                return (await self._aside(message, list(fds), reply, deadline))[0]
             case Borrow(message, reply):
                 return await self._aside(message, [], reply, deadline)
 

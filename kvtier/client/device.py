@@ -71,7 +71,7 @@ class MappedDevice:
 def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
     """Map what the daemon told of; the token found there. Raises io, bad_request."""
     try:
-        token = (_map_gpu if any(told.uuid) else _map_host)(joined, told, fds)
+        token = (_map_gpu if any(told.exported.uuid) else _map_host)(joined, told, fds)
     finally:
         for fd in fds:
             os.close(fd)
@@ -82,13 +82,13 @@ def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
 def _map_host(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
     """The CPU is in the GPU's place: the memory is behind a descriptor."""
     try:
-        mapped = mmap.mmap(fds[0], told.allocation)
+        mapped = mmap.mmap(fds[0], told.exported.allocation)
     except (OSError, ValueError, IndexError) as exc:
         raise KvtierError(Code.IO, f"cannot map the daemon's device memory: {exc}") from None
     mapped.madvise(mmap.MADV_DONTFORK)
-    row = np.frombuffer(mapped, np.uint8)
-    joined.arenas.add(told.arena, mapped, row[told.offset : told.offset + told.size])
-    return row[told.offset + told.size :][:TOKEN_BYTES].tobytes()
+    row = np.frombuffer(mapped, np.uint8)[told.exported.offset :]
+    joined.arenas.add(told.arena, mapped, row[: told.size])
+    return row[told.size :][:TOKEN_BYTES].tobytes()
 
 
 def _map_gpu(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
@@ -96,8 +96,6 @@ def _map_gpu(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
     ipc: Any = importlib.import_module("kvtier.device.ipc")
     cuda: Any = importlib.import_module("kvtier.device.cuda")
     mappings = ipc.Mappings(cuda.CudaDriver())
-    whole = told.size + TOKEN_BYTES
-    what = ipc.Exported(told.uuid, told.handle, told.allocation, told.offset, whole, told.chunk)
-    opened = mappings.open(joined.welcome.session, what, fds[0] if fds else -1)
+    opened = mappings.open(joined.welcome.session, told.exported, fds[0] if fds else -1)
     joined.arenas.place(told.arena, opened.address, told.size, lambda: mappings.close(opened))
     return bytes(cuda.read(opened.address + told.size, TOKEN_BYTES))

@@ -81,10 +81,10 @@ class Post(NamedTuple):
 
 
 class Hand(NamedTuple):
-    """Send a message with a descriptor on a connection of its own; gives the reply."""
+    """Send a message with descriptors on a connection of its own; gives the reply."""
 
     message: wire.Message
-    fd: int
+    fds: tuple[int, ...]
     reply: type[wire.Message]
 
 

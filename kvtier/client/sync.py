@@ -15,7 +15,7 @@ from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, ping
 from kvtier.client.device import FENCE_S, MappedDevice, Reached, fence
 from kvtier.client.held import HeldLease, HeldReservation, Share, shared
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
 from kvtier.identity import CacheSpec, Slice
@@ -78,7 +78,21 @@ class Client:
 
     def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> Region:
         """Memory of the engine's own: `rows` rows of `stride` bytes at `offset` of `fd`, for loads and stores."""
-        region = Region(self, name, fd, offset, stride, rows)
+        region = Region(self, name, registering(self.identity, name, offset, stride, rows), [fd])
+        self.attempt(region.entering(), None)
+        return region
+
+    def register_kv(
+        self, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
+    ) -> Region:
+        """The engine's own paged KV in device memory, for loads and stores that name its blocks as rows.
+
+        `memory`: stretches as exported, with the descriptor of each that has no handle. `token`: what the first begins
+        with at each attach, which the daemon reads back. A page is `page_tokens / tokens` rows in a row.
+        """
+        who, fds = self.identity, [fd for what, fd in memory if not what.handle]
+        told = tuple(what for what, _ in memory)
+        region = Region(self, name, wire.RegisterKv(who.instance, name, told, tuple(planes), token, who.scope), fds)
         self.attempt(region.entering(), None)
         return region
 
@@ -307,8 +321,8 @@ class Reservation(HeldReservation):
 class Region(HeldRegion):
     """Memory of the engine's own; see Client.register."""
 
-    def __init__(self, client: Client, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
-        super().__init__(client.identity, name, fd, offset, stride, rows)
+    def __init__(self, client: Client, name: str, message: wire.Register | wire.RegisterKv, fds: Sequence[int]) -> None:
+        super().__init__(name, message, fds)
         self._client = client
 
     def start_load(

@@ -99,8 +99,8 @@ class SyncLink:
             case Post(joined, message):
                 self.start(joined, message, wire.Ok, deadline)
                 return None
-            case Hand(message, fd, reply):
-                return self._aside(message, [fd], reply, deadline)[0]
+            case Hand(message, fds, reply):
+                return self._aside(message, list(fds), reply, deadline)[0]
             case Borrow(message, reply):
                 return self._aside(message, [], reply, deadline)
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
-from kvtier.device.ipc import Exported
 from kvtier.device.ops import Op
+from kvtier.wire import Exported
 
 
 class Event(Protocol):
@@ -94,6 +94,12 @@ class Device(Protocol):
 
     def share(self, size: int) -> Shared:
         """Device memory for other processes too. Raises KvtierError(no_space), or io."""
+
+    def attach(self, what: Exported, fd: int) -> Buffer:
+        """Map a stretch of another process's memory, by its descriptor where it has no handle; `free` unmaps it.
+
+        Raises bad_request, or io with advice. Work on it must have ended before it is freed.
+        """
 
     def pin(self, size: int) -> Pinned:
         """Pinned host memory. Raises KvtierError(no_space)."""

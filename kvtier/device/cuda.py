@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from kvtier.device.base import Event, Facts, Shared, Stream
 from kvtier.device.host import raw
-from kvtier.device.ipc import LibCuda
+from kvtier.device.ipc import LibCuda, Mappings, Opened
 from kvtier.device.kernels import Launch, Source, launch
 from kvtier.device.ops import Op
 from kvtier.sources import source
 from kvtier.types import Code, KvtierError, align_up
+from kvtier.wire import Exported
 
 Array = npt.NDArray[Any]
 runtime: Any = cupy.cuda.runtime
@@ -195,6 +196,18 @@ class CudaPinned:
                 runtime.freeHost(address)
 
 
+class CudaAttached:
+    """A stretch of another process's memory."""
+
+    def __init__(self, mappings: Mappings, opened: Opened) -> None:
+        self._mappings, self._opened = mappings, opened
+        self.address, self.bytes = opened.address, opened.bytes
+
+    def free(self) -> None:
+        """Unmap it."""
+        self._mappings.close(self._opened)
+
+
 class Tables:
     """Launch tables on their way to the GPU: a ring in pinned memory and one in device memory."""
 
@@ -250,6 +263,7 @@ class CudaDevice:
         self.facts = Facts(name, bytes(about["uuid"])[:16], int(about["multiProcessorCount"]), int(compute))
         self._modules: dict[Source, Any] = {}
         self._tables = Tables(self)
+        self._mappings: Mappings | None = None
 
     @contextlib.contextmanager
     def current(self, what: str) -> Iterator[None]:
@@ -281,6 +295,13 @@ class CudaDevice:
             memory.free()
             raise
         return Shared(memory, exported, fd)
+
+    def attach(self, what: Exported, fd: int) -> CudaAttached:
+        """Map another process's memory."""
+        if what.uuid != self.facts.uuid:
+            raise KvtierError(Code.BAD_REQUEST, f"memory of another GPU than {self.facts.uuid.hex()}", "exported.uuid")
+        self._mappings = self._mappings or Mappings(CudaDriver())
+        return CudaAttached(self._mappings, self._mappings.open("engine", what, fd))
 
     def pin(self, size: int) -> CudaPinned:
         """Pinned host memory."""

@@ -15,10 +15,10 @@ import xxhash
 
 from kvtier import quant
 from kvtier.device.base import Event, Facts, Shared, Stream
-from kvtier.device.ipc import Exported
 from kvtier.device.layout import Sheet
 from kvtier.device.ops import Move, Op, Sum
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
+from kvtier.wire import Exported
 
 Array = npt.NDArray[Any]
 Work = Callable[[], None]
@@ -117,13 +117,13 @@ class HostBuffer:
 class MappedBuffer:
     """A mapped descriptor."""
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, allocation: int, offset: int = 0, size: int = -1) -> None:
         """Keeps no descriptor. Children of fork do not have it."""
-        mapping = mmap.mmap(fd, size)
+        mapping = mmap.mmap(fd, allocation)
         mapping.madvise(mmap.MADV_DONTFORK)
-        self.data: Array = np.frombuffer(mapping, np.uint8)
+        self.data: Array = np.frombuffer(mapping, np.uint8)[offset:][: size if size >= 0 else None]
         self.address = int(self.data.ctypes.data)
-        self.bytes = size
+        self.bytes = len(self.data)
 
     def free(self) -> None:
         """Let go of it."""
@@ -197,6 +197,19 @@ class HostDevice:
             os.close(fd)
             raise KvtierError(Code.NO_SPACE, f"no {size} bytes of shared memory: {exc}") from exc
         return Shared(memory, Exported(self.facts.uuid, b"", size, 0, size), fd)
+
+    def attach(self, what: Exported, fd: int) -> MappedBuffer:
+        """Map a descriptor that nobody can make shorter: touching what is gone would kill this process."""
+        what.check()
+        if what.uuid != self.facts.uuid or what.handle or fd < 0:
+            raise bad("exported", "memory of the CPU, by a descriptor")
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fd).st_size < what.allocation:
+                raise bad("fds", f"a memfd of {what.allocation} bytes, sealed against shrinking")
+            return MappedBuffer(fd, what.allocation, what.offset, what.size)
+        except (OSError, ValueError) as exc:
+            raise KvtierError(Code.IO, f"the engine's memory cannot be mapped here: {exc}") from exc
 
     def pin(self, size: int) -> HostBuffer:
         """Memory."""

@@ -15,14 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from kvtier.device.base import Device, Event, Pinned, Shared, Stream
+from kvtier.device.ipc import ADVICE
 from kvtier.device.ops import SUM_FROM, summed
+from kvtier.device.shuttle import Transfer
 from kvtier.mover import Urgency, drained
 from kvtier.tiers.pool import Span
 from kvtier.types import Code, KvtierError
@@ -39,6 +41,7 @@ SCRATCH_BYTES: Final = 1 << 20
 SUMMED: Final = 4096
 """Slots that one kernel sums."""
 
+T = TypeVar("T")
 Lists = Sequence[Sequence[Span]]
 
 
@@ -53,12 +56,13 @@ class Streams(NamedTuple):
     back: Stream
 
 
-class Batch:
-    """One thing to do: `begin` queues it on a stream, `end` gives its result once the stream has done it."""
+Begin = Callable[["Carrier", Stream], Event | None]
 
-    def __init__(
-        self, begin: Callable[[Carrier, Stream], None], end: Callable[[Carrier], Any], future: asyncio.Future[Any]
-    ) -> None:
+
+class Batch:
+    """One thing to do: `begin` queues it on a stream, or on others and gives their event; `end` gives its result."""
+
+    def __init__(self, begin: Begin, end: Callable[[Carrier], Any], future: asyncio.Future[Any]) -> None:
         self.begin = begin
         self.end = end
         self.future = future
@@ -100,11 +104,8 @@ class Carrier:
     # -- on the loop -----------------------------------------------------------------------------------------------
 
     async def copy(self, pairs: Sequence[tuple[Sequence[Span], Sequence[Span]]], urgency: Urgency) -> None:
-        """Copy items: (source, target) spans each. Raises busy, io, Stuck.
-
-        A cancelled caller is let go only when no byte moves any more.
-        """
-        await self._do(functools.partial(_copy, pairs), _nothing, urgency)
+        """Copy items: (source, target) spans each. Raises busy, io, Stuck."""
+        await self.do(functools.partial(_copy, pairs), _nothing, urgency)
 
     async def checksums(self, items: Lists, urgency: Urgency) -> list[int]:
         """xxh3-64 of items in device memory, by the device where it can. Raises busy, io, Stuck."""
@@ -120,7 +121,7 @@ class Carrier:
         out: list[int] = []
         for at in range(0, len(slots), SUMMED):
             part = np.array(slots[at : at + SUMMED], np.uint64)
-            out += await self._do(functools.partial(_sum, part, size), functools.partial(_read, len(part)), urgency)
+            out += await self.do(functools.partial(_sum, part, size), functools.partial(_read, len(part)), urgency)
         return out
 
     async def _digest(self, spans: Sequence[Span], urgency: Urgency) -> int:
@@ -129,19 +130,66 @@ class Carrier:
         for span in spans:
             for at in range(0, span.bytes, SCRATCH_BYTES):
                 piece = Span(span.address + at, min(SCRATCH_BYTES, span.bytes - at))
-                await self._do(
-                    functools.partial(_fetch, piece), functools.partial(_update, state, piece.bytes), urgency
-                )
+                await self.do(functools.partial(_fetch, piece), functools.partial(_update, state, piece.bytes), urgency)
         return state.intdigest()
+
+    async def call(self, work: Callable[[Device], T], urgency: Urgency = Urgency.ENGINE) -> T:
+        """What the thread gets from a call that queues nothing; its refusal is the caller's. Raises io when sick."""
+        box: list[Any] = []
+
+        def begin(carrier: Carrier, _stream: Stream) -> None:
+            try:
+                box.append(work(carrier.device))
+            except KvtierError as exc:
+                box.append(exc)
+
+        result: T = await self.do(begin, lambda _: box[0], urgency)
+        return result
+
+    async def transfer(self, start: Callable[[], Transfer], urgency: Urgency) -> None:
+        """Have a shuttle move pages. Raises bad_request and busy before anything was queued, io, Stuck."""
+        box: list[Any] = []
+
+        def begin(_carrier: Carrier, _stream: Stream) -> Event | None:
+            try:
+                box.append(start())
+            except KvtierError as exc:
+                if exc.code not in {Code.BAD_REQUEST, Code.BUSY}:
+                    raise
+                box.append(exc)
+                return None
+            event: Event = box[0].done
+            return event
+
+        def end(_carrier: Carrier) -> Any:
+            if isinstance(box[0], Exception):
+                return box[0]
+            box[0].settled()
+            return None
+
+        await self.do(begin, end, urgency)
+
+    async def probe(self, address: int, token: bytes) -> None:
+        """Read back what another process says is in its memory. Raises io, with advice, where it is something else."""
+        state = xxhash.xxh3_64()
+        async with self._summing:
+            piece = Span(address, len(token))
+            await self.do(
+                functools.partial(_fetch, piece), functools.partial(_update, state, len(token)), Urgency.ENGINE
+            )
+        if state.intdigest() != xxhash.xxh3_64_intdigest(token):
+            raise KvtierError(Code.IO, f"the engine's GPU memory is mapped here but shows other bytes; {ADVICE}")
 
     async def write(self, where: Span, data: bytes) -> None:
         """Put a few bytes into device memory. Raises busy, io, Stuck."""
         async with self._summing:
-            await self._do(functools.partial(_put, where, data), _nothing, Urgency.ENGINE)
+            await self.do(functools.partial(_put, where, data), _nothing, Urgency.ENGINE)
 
-    async def _do(
-        self, begin: Callable[[Carrier, Stream], None], end: Callable[[Carrier], Any], urgency: Urgency
-    ) -> Any:
+    async def do(self, begin: Begin, end: Callable[[Carrier], Any], urgency: Urgency) -> Any:
+        """Have the thread queue work, and wait for its result. Raises busy, io, Stuck.
+
+        A cancelled caller is let go only when no byte moves any more.
+        """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._changed:
             if self.sick or self._closing:
@@ -202,8 +250,8 @@ class Carrier:
                 self._begin(*fresh)
             if self._flying:
                 self._look()
-        except KvtierError as exc:
-            self.sick = exc.message
+        except Exception as exc:  # noqa: BLE001 - whatever it is, somebody waits for what was queued
+            self.sick = str(exc) or type(exc).__name__
         return True
 
     def _next(self) -> tuple[Batch, Stream] | None:
@@ -219,8 +267,7 @@ class Carrier:
         """Queue a batch on a stream."""
         self._flying.append(batch)
         batch.late = time.monotonic() + self._deadline_s
-        batch.begin(self, stream)
-        batch.event = stream.record()
+        batch.event = batch.begin(self, stream) or stream.record()
 
     def _look(self) -> None:
         """Wait a little for the oldest batch, and hand over all that are done."""

@@ -15,6 +15,7 @@ from kvtier.wire import Message, Open
 
 if TYPE_CHECKING:
     from kvtier.store.cache import Cache
+    from kvtier.store.kvregions import KvRegion
     from kvtier.store.reserve import Reservation
     from kvtier.tiers.region import Region
 
@@ -132,6 +133,8 @@ class Instance:
         """Pages published of reservations that are over: a late commit of a replica is no error."""
         self.polls = Polls()
         self.regions: dict[int, Region] = {}
+        self.kv: dict[int, KvRegion] = {}
+        """Its processes' own paged KV in device memory."""
         self.shards: dict[int, list[Rank]] = {}
         """Cache number -> the distinct shards seen; a page is complete when they cover it."""
         self.writers: dict[tuple[int, int], Writer] = {}

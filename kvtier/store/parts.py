@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
 from kvtier.index import Node, Order
-from kvtier.mover import Mover
+from kvtier.mover import Mover, drained
 from kvtier.store.cache import Cache
 from kvtier.store.copying import Copying
 from kvtier.store.instance import Instance, Process
@@ -76,6 +76,9 @@ class Parts:
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
         self.requests = Requests()
+        self.closing: set[asyncio.Task[None]] = set()
+        """What is being let go of and takes a while."""
+        self._ended = asyncio.Event()
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""
 
@@ -180,6 +183,11 @@ class Parts:
             if len(self.caches) >= MAX_CACHES:
                 raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches are open or hold pages")
 
+    async def forever(self) -> None:
+        """Wait until the store closes, whatever happens to the waiting task."""
+        ended = asyncio.ensure_future(self._ended.wait())
+        await drained(ended)
+
     def check(self) -> list[str]:
         """Broken invariants of the whole store, in words."""
         wrong = self.host.check()
@@ -193,6 +201,7 @@ class Parts:
 
     def close(self) -> None:
         """Stop the threads, then the tiers."""
+        self._ended.set()
         self.links.close()
         self.mover.close()
         if self.copying.carrier is not None:

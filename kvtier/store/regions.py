@@ -14,6 +14,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.instance import Instance, Lease, Process
 from kvtier.store.keyed import Keys, host_items
+from kvtier.store.kvregions import KvRegions
 from kvtier.store.loads import Missing
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import OPEN, Reservation
@@ -40,6 +41,8 @@ class Regions:
         self.parts = parts
         self.keys = keys
         self.commits = commits
+        self.kv = KvRegions(parts, commits)
+        """Those in device memory."""
         self.running: Counter[int] = Counter()
         """Transfers per region that has any."""
 
@@ -64,6 +67,11 @@ class Regions:
 
     def unregister(self, process: Process, msg: Unregister) -> Ok:
         """Forget a region that no transfer uses."""
+        if msg.region in process.instance.kv:
+            if process.instance.kv[msg.region].running:
+                raise KvtierError(Code.BUSY, "transfers run on it", "region")
+            self.kv.drop_one(process.instance, msg.region)
+            return Ok()
         self._region(process, msg.region)
         if msg.region in self.running:
             raise KvtierError(Code.BUSY, f"{self.running[msg.region]} transfers run on it", "region")
@@ -72,6 +80,7 @@ class Regions:
 
     def drop(self, instance: Instance, before: int) -> None:
         """Close regions with lower numbers: nobody uses them any more, but for transfers that are draining."""
+        self.kv.drop(instance, before)
         for number in [number for number in instance.regions if number < before and number not in self.running]:
             instance.regions.pop(number).close()
 
@@ -116,6 +125,8 @@ class Regions:
 
     async def load(self, process: Process, msg: Load) -> Loaded:
         """Copy verified items into rows. Ends only when the daemon writes there no more, also when cancelled."""
+        if msg.region in process.instance.kv:
+            return await self.kv.load(process, msg)
         if not msg.lease:
             return await self._load_keys(process, msg, self.parts.deadline(msg.wait_ms))
         lease = process.instance.leases.get(msg.lease)
@@ -217,6 +228,8 @@ class Regions:
 
     async def store(self, process: Process, msg: Store) -> Stored:
         """Copy rows in: under keys (then served at once), or into a reservation's slots (commit follows)."""
+        if msg.region in process.instance.kv:
+            return await self.kv.store(process, msg)
         if msg.reservation:
             return await self._into_reservation(process, msg)
         cache, names = self.keys.names(process, msg.cache, msg.group, msg.keys)

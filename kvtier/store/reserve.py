@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.instance import WHOLE, Process
+from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 
 OPEN, HASHING, COMPLETE, SETTLED, ABORTED = range(5)
@@ -260,6 +261,18 @@ class Reservation:
         if self.cache.spec.keyed:
             return self.state.count(OPEN) + self.state.count(HASHING) == 0
         return self.next < self.pages and self.state[self.next] == ABORTED
+
+    def strand(self, group: int, positions: list[int]) -> None:
+        """A device that is stuck may still write these slots: they are nobody's, and their pages will not be served."""
+        held = self.handles[group]
+        lost = [held[at] for at in positions if held[at] != NO_COPY]
+        self.cache.pools[self.tier].mark(group, lost, SlotState.QUARANTINED)
+        freed = len(lost) * self.cache.slot_cost(group)
+        self.cost -= freed
+        self.instance.hold(self.tier, -freed)
+        for at in positions:
+            held[at] = NO_COPY
+            self.state[at] = ABORTED
 
     def drop(self, unlease: Callable[[Cache, Node], None]) -> None:
         """End it: what is not served goes back to the pool."""

@@ -224,6 +224,8 @@ class Store:
             # One process that lost its connection and came back: nobody else was told what it held.
             self._return(instance, min(other.born for other in instance.processes))
         self.commits.process_gone(process)
+        if all(other.peer.pid != process.peer.pid for other in instance.processes):
+            self.regions.kv.owner_gone(instance, process.peer.pid)
 
     def unheard(self, process: Process, numbers: list[int]) -> None:
         """What was given in replies that never came: nobody knows of it, so it returns."""
@@ -248,6 +250,13 @@ class Store:
         if not instance.processes:
             raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
         return self.regions.register(instance, msg, fd, peer.pid)
+
+    async def register_kv(self, msg: wire.RegisterKv, fds: Sequence[int], peer: Any) -> wire.Registered:
+        """A process of an attached instance shares its own paged KV in device memory."""
+        instance = self._instance(msg.instance, msg.scope, peer)
+        if not instance.processes:
+            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        return await self.regions.kv.register(instance, msg, fds, peer.pid)
 
     async def map_device(self, msg: wire.MapDevice, peer: Any) -> tuple[wire.DeviceMapped, int]:
         """Tell a process of an attached instance how to map the device's memory; the descriptor stays the store's."""
@@ -284,6 +293,8 @@ class Store:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.parts.warmth.save()
+        if self.parts.closing:
+            await asyncio.wait(self.parts.closing)
         if self.parts.vram is not None:
             await self.parts.vram.close()
         self.parts.close()

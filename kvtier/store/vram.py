@@ -94,11 +94,7 @@ class Vram:
         await self._write_token()
         for cache in self._caches.values():
             self.join(cache)
-        exported = shared.exported
-        return DeviceMapped(
-            DEVICE_ARENA, self.tier.budget_bytes, exported.uuid, exported.handle, exported.allocation, exported.offset,
-            exported.chunk,
-        ), shared.fd  # fmt: skip
+        return DeviceMapped(DEVICE_ARENA, self.tier.budget_bytes, shared.exported), shared.fd
 
     async def _write_token(self) -> None:
         """Put a number that nobody can guess where only who maps this very memory can read it."""
