@@ -662,7 +662,7 @@ class Warm(Message):
 
 
 class Evict(Message):
-    """Take a prompt's own pages out of `tier`: host (they stay on disk) or all. Replies Info."""
+    """Take a prompt's own pages out of `tier`: device or host (slower tiers keep them) or all. Replies Info."""
 
     of: Prompt
     tier: str = "host"

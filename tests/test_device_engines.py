@@ -16,6 +16,7 @@ from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Code, Kind, KvtierError, Tier
 from storekit import until_sync
+from test_processes import Engine as Process
 
 PAGE = 8192
 SPEC = CacheSpec("m", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 2, 2, PAGE // 4),))
@@ -90,6 +91,33 @@ def test_hot_pages_come_up_and_are_read_in_place(daemon: Daemon):
         until_sync(lambda: set(read(mine)) == {1024})
         assert [s.tier for s in mine.open(SPEC).match(keys()).segments] == [Tier.DEVICE]
         assert mine.stat()["counters"]["bytes_host_to_device"] >= PAGES * PAGE
+
+
+def test_two_processes_of_one_engine_fill_and_read_pages_on_the_device(tmp_path: Path):
+    """TP=2: a scheduler reserves on the device, each worker writes its heads there, both read the whole pages there."""
+    flags = ["--device-which=cpu", "--device-bytes=1MiB"]
+    with Daemon(tmp_path, host="64MiB", disk="0", flags=flags) as daemon:
+        scheduler, workers = Process(daemon, "tp2"), [Process(daemon, "tp2", rank, 2) for rank in range(2)]
+        try:
+            assert all(one("map") == {"mapped": True} for one in (scheduler, *workers))
+            for n in range(4):
+                pages = [n, *range(100, 105)]
+                share = scheduler("reserve", pages)["share"]
+                for worker in workers:
+                    worker("adopt", share)
+                    worker.send("fill", pages)
+                assert max(worker.answer()["published"] for worker in workers) == 6
+                lease = scheduler("acquire", pages)
+                assert lease["arenas"] == [1024]
+                for worker in workers:
+                    worker("adopt", lease["share"])
+                    worker.send("read", pages)
+                assert [worker.answer() for worker in workers] == [{"pages": 6, "right": 6}] * 2
+                assert scheduler("drop") == {}
+        finally:
+            for one in (scheduler, *workers):
+                one.close()
+        until_sync(lambda: daemon.broken_invariants() == [])
 
 
 def test_a_daemon_without_a_device_says_so(tmp_path: Path):

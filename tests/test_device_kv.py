@@ -103,7 +103,7 @@ def keys(first: int = 0) -> bytes:
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_the_daemon_gathers_and_scatters_an_engines_blocks(engine: Engine, where: str):
-    """Store blocks into reserved slots, commit, lose the blocks, load the lease into them: the same bytes, by either tier."""
+    """Store blocks into reserved slots, commit, lose the blocks, load the lease: the same bytes, in either tier."""
     assert where == "host" or engine.client.map_device()
     region, before = engine.register(), engine.blocks()
     with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=where == "device") as held:

@@ -64,7 +64,7 @@ class Report:
                 **disk.stats,
             }
         for name, link in self.parts.links.report().items():
-            tiers.setdefault(name, {}).update(link)
+            tiers[name] |= link
         return tiers
 
     def status(self, msg: wire.Status) -> wire.Info:

@@ -22,7 +22,7 @@ from kvtier.store.space import Space
 from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, KvtierError, Tier
 
-MOST_PAGES: Final = 4096
+MOST_PAGES: Final = 1 << 16
 """Pages that may be on their way at once; more are refused."""
 ROOM_S: Final = 1.0
 """So long a page on its way down waits for room in host."""

@@ -17,7 +17,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.carrier import DEADLINE_S, Carrier
 from kvtier.store.instance import Process
 from kvtier.store.loads import Loads
-from kvtier.store.shifts import Demote, Promote
+from kvtier.store.shifts import MOST_PAGES, Demote, Promote
 from kvtier.store.slices import sliced
 from kvtier.store.space import Space
 from kvtier.tiers.pool import Span
@@ -198,6 +198,8 @@ class Vram:
                 lo = self.space.unsaved_from(cache.index, node, 0, node.live)
                 if not node.dead and lo < node.live:
                     self.demote.save(cache, node, node.depth + lo, node.depth + node.live)
+                    if self.demote.pages > MOST_PAGES // 2:
+                        await self.demote.settled()
         await self.demote.settled()
 
     def report(self) -> dict[str, Any]:
