@@ -76,6 +76,8 @@ class Facts(NamedTuple):
     processors: int
     compute: int
     """Such as 90 for sm_90; 0 for the CPU."""
+    driver: int = 0
+    """The driver's version."""
 
 
 class Device(Protocol):

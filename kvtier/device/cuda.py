@@ -257,10 +257,11 @@ class CudaDevice:
         """Raises KvtierError(io) where the driver does not serve it."""
         with faults("opening the GPU"):
             about = runtime.getDeviceProperties(ordinal)
+            driver = int(runtime.driverGetVersion())
         name = about["name"].decode() if isinstance(about["name"], bytes) else str(about["name"])
         compute = about["major"] * 10 + about["minor"]
         self.ordinal = ordinal
-        self.facts = Facts(name, bytes(about["uuid"])[:16], int(about["multiProcessorCount"]), int(compute))
+        self.facts = Facts(name, bytes(about["uuid"])[:16], int(about["multiProcessorCount"]), int(compute), driver)
         self._modules: dict[Source, Any] = {}
         self._tables = Tables(self)
         self._mappings: Mappings | None = None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.device.base import Buffer, Device
 from kvtier.device.layout import Paged, Plan, plan
-from kvtier.device.shuttle import MOST_PAGES, Shuttle, Transfer
+from kvtier.device.shuttle import MOST_PAGES, Shuttle, Transfer, Way
 from kvtier.identity import Slice
 from kvtier.mover import Urgency
 from kvtier.store.cache import Cache
@@ -41,17 +41,20 @@ class KvRegion:
         self.owner = owner
         self.memory = memory
         self.layers = layers
-        self.shuttles: dict[tuple[int, int, Slice], Shuttle] = {}
-        """By cache number, group and the part of its items that the process holds."""
+        self.shuttles: dict[tuple[int, int, Slice, bool], Shuttle] = {}
+        """By cache number, group, the part of its items that the process holds, and whether slots are on the device."""
         self.running = 0
         self.ended = False
 
-    def shuttle(self, device: Device, cache: Cache, group: int, part: Slice) -> Shuttle:
+    def shuttle(self, device: Device, job: Job) -> Shuttle:
         """What moves pages of one group; made on first use, in the device's thread. Raises bad_request."""
-        key = (cache.number, group, part)
+        key = (job.cache.number, job.group, job.part, job.host)
         found = self.shuttles.get(key)
         if found is None:
-            found = self.shuttles[key] = Shuttle(device, self.plan(cache, group, part))
+            made = self.plan(job.cache, job.group, job.part)
+            if job.host and not made.whole_layers and device.facts.compute:
+                raise bad("rows", "pages on the device, or a rank with whole layers: no kernel reaches host slots")
+            found = self.shuttles[key] = Shuttle(device, made, way=Way.STAGED if job.host else Way.DIRECT)
         return found
 
     def plan(self, cache: Cache, group: int, part: Slice) -> Plan:
@@ -76,6 +79,8 @@ class Job(NamedTuple):
     part: Slice
     slots: npt.NDArray[np.uint64]
     blocks: Words
+    host: bool
+    """Whether some slot is in host memory, which the device's copies reach and its kernels do not."""
 
 
 class KvRegions:
@@ -161,7 +166,7 @@ class KvRegions:
                 blocks = job.blocks[at * per : (at + len(slots)) * per]
 
                 def start(slots: npt.NDArray[np.uint64] = slots, blocks: Words = blocks) -> Transfer:
-                    shuttle = region.shuttle(carrier.device, job.cache, job.group, job.part)
+                    shuttle = region.shuttle(carrier.device, job)
                     return (shuttle.load if load else shuttle.store)(blocks, slots)
 
                 await carrier.transfer(start, Urgency.LOAD if load else Urgency.ENGINE)
@@ -187,10 +192,10 @@ class KvRegions:
         try:
             good = await self._verified(lease, msg, pages)
             at = np.flatnonzero(good)
-            slots = self._slots(lease, msg, pages)[at]
+            slots, host = self._slots(lease, msg, at, pages)
             chosen = blocks.reshape(pages, per)[at].reshape(-1)
             if len(at):
-                await self._scatter(region, Job(cache, msg.group, part, slots, chosen))
+                await self._scatter(region, Job(cache, msg.group, part, slots, chosen, host))
         finally:
             for node in lease.nodes:
                 self.parts.unlease(cache, node)
@@ -206,11 +211,14 @@ class KvRegions:
             await self.parts.forever()
             raise
 
-    def _slots(self, lease: Lease, msg: Load, pages: int) -> npt.NDArray[np.uint64]:
-        """Where the pages are; 0 where they are not."""
+    @staticmethod
+    def _slots(lease: Lease, msg: Load, at: Words, pages: int) -> tuple[npt.NDArray[np.uint64], bool]:
+        """Where some of the pages are, and whether one of them is in host."""
         cache = lease.cache
         handles, _ = cache.readable(lease.nodes[0], msg.group, msg.first, pages, lease.tiers)
-        return np.array([_address(cache, msg.group, handle) for handle in handles], np.uint64)
+        chosen = [handles[n] for n in at]
+        slots = np.array([_address(cache, msg.group, handle) for handle in chosen], np.uint64)
+        return slots, not all(on_device(handle) for handle in chosen)
 
     async def _verified(self, lease: Lease, msg: Load, pages: int) -> npt.NDArray[np.bool_]:
         """Per page: whether its bytes are what was stored; what is not is lost where it was."""
@@ -247,7 +255,8 @@ class KvRegions:
         at = [n for n, h in enumerate(handles) if h != NO_COPY and res.state[first + n] == OPEN]
         done = np.array([handle == NO_COPY for handle in handles])
         slots = np.array([_address(cache, msg.group, handles[n]) for n in at], np.uint64)
-        job = Job(cache, msg.group, part, slots, blocks.reshape(pages, per)[at].reshape(-1))
+        chosen = blocks.reshape(pages, per)[at].reshape(-1)
+        job = Job(cache, msg.group, part, slots, chosen, res.tier == Tier.HOST)
         await self._fill(region, res, job, [first + n for n in at])
         done[at] = True
         self.counts["bytes_from_engine"] += len(at) * cache.item_bytes[msg.group]
@@ -285,9 +294,7 @@ class KvRegions:
 
 
 def _address(cache: Cache, group: int, handle: int) -> int:
-    """Where an item of one slot is, as the device takes it; 0 for none."""
-    if handle == NO_COPY:
-        return 0
+    """Where an item of one slot is, as the device takes it."""
     return cache.spans(Tier.DEVICE if on_device(handle) else Tier.HOST, group, handle)[0].address
 
 
