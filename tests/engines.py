@@ -37,6 +37,20 @@ def content(keys: bytes, group: int, nbytes: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
+def read(address: int, size: int) -> bytes:
+    """Bytes of a GPU."""
+    from kvtier.device import cuda
+
+    return cuda.read(address, size)
+
+
+def write(address: int, data: np.ndarray) -> None:
+    """The same the other way."""
+    from kvtier.device import cuda
+
+    cuda.runtime.memcpy(address, data.ctypes.data, data.nbytes, cuda.runtime.memcpyDefault)
+
+
 class Peer(NamedTuple):
     """Credentials of a process, as the server would give them."""
 
@@ -57,6 +71,7 @@ class Engine:
         self.spec: CacheSpec | None = None
         self.mapped = False
         """Whether it maps the device's memory: it reads there, and computes there what there is room for."""
+        self.fetched: list[tuple[int, np.ndarray]] = []
         self.patient = True
         """Whether it waits after each request until nothing moves to or from the device."""
         self.tag = b""
@@ -86,7 +101,7 @@ class Engine:
         instance = self.process.instance
         name, _, scope = instance.scope.partition(":")[2].partition(":")
         told, _ = await self.store.map_device(wire.MapDevice(instance.name, scope), Peer(uid=int(name)))
-        token = self.device_bytes()[told.size : told.size + 16].tobytes()
+        token = self.device_bytes(told.size, 16).tobytes()
         await self.call(wire.UseDevice(token))
         self.mapped = True
 
@@ -96,9 +111,20 @@ class Engine:
         await self.store.parts.vram.promote.settled()
         await self.store.parts.vram.demote.settled()
 
-    def device_bytes(self) -> np.ndarray:
-        """The device's memory."""
-        return self.store.parts.vram.carrier.shared.memory.data
+    def device_bytes(self, at: int, size: int) -> np.ndarray:
+        """The device's memory: in place on the CPU; a copy of a GPU's, which `send_back` writes."""
+        memory = self.store.parts.vram.carrier.shared.memory
+        if hasattr(memory, "data"):
+            return memory.data[at : at + size]
+        out = np.frombuffer(bytearray(read(memory.address + at, size)), np.uint8)
+        self.fetched.append((memory.address + at, out))
+        return out
+
+    def send_back(self) -> None:
+        """Write what was changed of a GPU's memory."""
+        for address, data in self.fetched:
+            write(address, data)
+        self.fetched.clear()
 
     async def open(self, cache: CacheSpec, slices: tuple[Slice, ...] = (), **more: Any) -> wire.Opened:
         """Open a cache; later calls are about it. Maps the device where there is one."""
@@ -116,7 +142,7 @@ class Engine:
         """Arena bytes as a client maps them."""
         at = offset & OFFSET_MASK
         if offset >> ARENA_SHIFT == DEVICE_ARENA:
-            return self.device_bytes()[at : at + nbytes]
+            return self.device_bytes(at, nbytes)
         arena = self.store.parts.host.arenas(self.process.instance.scope)[offset >> ARENA_SHIFT]
         return arena.data[at : at + nbytes]
 
@@ -136,8 +162,10 @@ class Engine:
 
     def write(self, keys: bytes, reserved: wire.Reserved) -> None:
         """Fill the reserved slots with what belongs there (this process's cells only)."""
+        self.fetched.clear()
         for items in reserved.items:
             self.write_items(keys, items)
+        self.send_back()
 
     def write_items(self, keys: bytes, items: wire.Items) -> None:
         """Fill one group's slots."""

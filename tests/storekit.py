@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from kvtier.device.find import open_device
 from kvtier.device.host import HostDevice
 from kvtier.store import Store
 from kvtier.store.vram import DeviceMemory
@@ -24,8 +26,8 @@ from kvtier.tiers.extentfile import Calls
 from kvtier.tiers.host import HostTier
 
 MIB = 1 << 20
-DEVICE: list[int] = []
-"""Bytes of the device tier that stores are made with; empty: none."""
+DEVICE: list[Any] = []
+"""Bytes of the device tier that stores are made with, and what makes the device; empty: none."""
 
 
 @contextlib.asynccontextmanager
@@ -36,7 +38,8 @@ async def storing(
     loop = asyncio.get_running_loop()
     tier = None if path is None else DiskTier(path, disk, post=loop.call_soon_threadsafe, calls=calls)
     if DEVICE and "device" not in more:
-        more["device"] = DeviceMemory(HostDevice, DEVICE[0], slab_bytes=64 << 10)
+        size, make = DEVICE
+        more["device"] = DeviceMemory(make, size, slab_bytes=64 << 10)
     store = Store(HostTier(host, slab_bytes=256 << 10, prefault=False), tier, **more)
     await store.start()
     try:
@@ -83,6 +86,26 @@ def until_sync(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < deadline, "still waiting"
         time.sleep(0.005)
+
+
+def gpu() -> Any:
+    """The GPU that is here, or a skip that says why there is none."""
+    device, reason = open_device()
+    if reason:
+        pytest.skip(reason)
+    return device
+
+
+KINDS = [pytest.param("cpu"), pytest.param("gpu", marks=pytest.mark.gpu)]
+"""What a device tier is tested on."""
+
+
+def maker(kind: str) -> Callable[[], Any]:
+    """What makes the device of a kind; skips where there is none."""
+    if kind == "cpu":
+        return HostDevice
+    gpu()
+    return lambda: open_device().device
 
 
 def memfd(rows: int, stride: int, *, sealed: bool) -> tuple[int, np.ndarray]:

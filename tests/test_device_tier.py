@@ -21,11 +21,17 @@ from kvtier.store.shifts import Shifter
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, Kind, KvtierError, Tier
 from lazydevice import LazyDevice, Site
-from storekit import MIB, quiet, storing, until
+from storekit import KINDS, MIB, maker, quiet, storing, until
 
 PAGE = spec((GroupSpec(Kind.FULL, 2, 2, 1000),))
 SLOT = 4096
 SEEDS = [pytest.param(range(5), id="5"), pytest.param(range(5, 50), id="50", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(params=KINDS)
+def device(request: pytest.FixtureRequest) -> Any:
+    """What makes a device: the CPU, and the same tests on a GPU."""
+    return maker(request.param)
 
 
 @asynccontextmanager
@@ -137,9 +143,9 @@ async def test_a_page_that_moves_is_held_until_the_device_is_done(tmp_path: Path
 
 
 @pytest.mark.parametrize("disk", [False, True])
-async def test_a_host_smaller_than_the_device_goes_on(tmp_path: Path, disk: bool):
+async def test_a_host_smaller_than_the_device_goes_on(tmp_path: Path, disk: bool, device: Any):
     """Many times both tiers pass through: every request ends, what is served is right, nothing is left held."""
-    async with over(HostDevice, 32, tmp_path if disk else None, host=8 * SLOT) as store:
+    async with over(device, 32, tmp_path if disk else None, host=8 * SLOT) as store:
         engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
         for n in range(40):
             keys = tokens(*range(5 * n, 5 * n + 5))
@@ -157,9 +163,9 @@ async def test_a_host_smaller_than_the_device_goes_on(tmp_path: Path, disk: bool
         assert idle(store) == []
 
 
-async def test_duplicates_go_first_and_cost_no_copy():
+async def test_duplicates_go_first_and_cost_no_copy(device: Any):
     """A device full of pages that host has too gives them up at once; what only it has is brought down first."""
-    async with over(HostDevice, 8) as store:
+    async with over(device, 8) as store:
         engine = await joined(store)
         assert await engine.put(tokens(*range(8))) == 8  # each is copied to host as it is committed
         moved = store.parts.counts["bytes_device_to_host"]
@@ -171,9 +177,9 @@ async def test_duplicates_go_first_and_cost_no_copy():
         assert await engine.get(tokens(*range(8))) == 8
 
 
-async def test_what_only_the_device_has_is_brought_down_before_it_goes():
+async def test_what_only_the_device_has_is_brought_down_before_it_goes(device: Any):
     """Host forgot its copies; evicted from the device, pages are in host again, whole."""
-    async with over(HostDevice, 8) as store:
+    async with over(device, 8) as store:
         engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
         keys = tokens(*range(8))
         assert await engine.put(keys) == 8
@@ -187,9 +193,9 @@ async def test_what_only_the_device_has_is_brought_down_before_it_goes():
         assert not store.parts.counts["pages_lost_unsaved"]
 
 
-async def test_a_lookup_once_does_not_push_out_what_is_used():
+async def test_a_lookup_once_does_not_push_out_what_is_used(device: Any):
     """Where the device is full, pages used once stay in host and those used again come up."""
-    async with over(HostDevice, 4) as store:
+    async with over(device, 4) as store:
         engine, hot, once = await joined(store), tokens(*range(4)), tokens(*range(50, 54))
         assert await engine.put(hot) == 4
         engine.mapped = False
@@ -202,9 +208,9 @@ async def test_a_lookup_once_does_not_push_out_what_is_used():
         assert [s.tier for s in (await engine.match(once)).segments] == [Tier.DEVICE]
 
 
-async def test_a_holder_of_device_slots_is_capped():
+async def test_a_holder_of_device_slots_is_capped(device: Any):
     """One engine reserves no more than its share of the device; another has the rest."""
-    async with over(HostDevice, 16, cap=0.5) as store:
+    async with over(device, 16, cap=0.5) as store:
         greedy, other = await joined(store), await joined(store, "other", pid=2)
         handle = (await greedy.match(tokens(*range(16)))).handle
         got = await greedy._call(wire.Reserve(handle, 0, 16, device=True))
@@ -213,9 +219,9 @@ async def test_a_holder_of_device_slots_is_capped():
         assert (await other.match(tokens(*range(50, 56)))).segments == (wire.Segment(Tier.DEVICE, 6),)
 
 
-async def test_another_scope_has_no_part_of_the_device():
+async def test_another_scope_has_no_part_of_the_device(device: Any):
     """The memory belongs to the scope that mapped it first: others are refused by name and served from host."""
-    async with over(HostDevice, 8) as store:
+    async with over(device, 8) as store:
         mine = await joined(store)
         theirs = Engine(store, "theirs", uid=7, pid=2)
         with pytest.raises(KvtierError, match="another trust scope"):
@@ -334,14 +340,15 @@ async def test_a_device_without_room_is_no_tier_and_says_why():
                 await engine.map()
 
 
-async def test_rot_on_the_device_is_found_and_never_served():
+async def test_rot_on_the_device_is_found_and_never_served(device: Any):
     """A bit that flips in device memory: whoever reads it from host gets the right bytes or a miss, counted."""
-    async with over(HostDevice, 8) as store:
+    async with over(device, 8) as store:
         engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
         keys = tokens(*range(4))
         assert await engine.put(keys) == 4
         assert store.parts.space.evict(store.parts.host.pools[0], [4])
-        engine.device_bytes()[2 * SLOT + 10] ^= 1
+        engine.device_bytes(2 * SLOT, SLOT)[10] ^= 1
+        engine.send_back()
         assert await other.get(keys) == 2
         assert store.parts.counts["device_checksum"] >= 1
         assert (await engine.match(keys)).pages == 2
@@ -351,9 +358,9 @@ async def test_rot_on_the_device_is_found_and_never_served():
         assert idle(store) == []
 
 
-async def test_a_killed_engine_gives_its_device_slots_back():
+async def test_a_killed_engine_gives_its_device_slots_back(device: Any):
     """What it reserved and leased there returns when its process is gone, not before."""
-    async with over(HostDevice, 8) as store:
+    async with over(device, 8) as store:
         engine, other = await joined(store), await joined(store, "other", pid=2)
         await engine.reserve(tokens(*range(4)))
         engine.store.leave(engine.process, clean=False)
@@ -367,10 +374,10 @@ async def test_a_killed_engine_gives_its_device_slots_back():
         assert idle(store) == []
 
 
-async def test_a_flush_brings_what_only_the_device_has_to_disk(tmp_path: Path):
+async def test_a_flush_brings_what_only_the_device_has_to_disk(tmp_path: Path, device: Any):
     """Committed on the device, durable after a flush, served after a restart."""
     keys = tokens(*range(6))
-    async with over(HostDevice, 8, tmp_path) as store:
+    async with over(device, 8, tmp_path) as store:
         engine = await joined(store)
         engine.patient = False
         assert await engine.put(keys) == 6

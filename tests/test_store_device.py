@@ -11,7 +11,7 @@ SLOTS = 64 << 10
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(autouse=True)
-def a_few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=storekit.KINDS)
+def a_few_slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every store of these tests has a device tier."""
-    monkeypatch.setattr(storekit, "DEVICE", [SLOTS])
+    monkeypatch.setattr(storekit, "DEVICE", [SLOTS, storekit.maker(request.param)])
