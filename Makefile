@@ -1,13 +1,16 @@
 # Every target makes .venv and installs what it needs; nothing else has to be there but Python 3.11+ and make.
 #   PYTHON=python3.12    which interpreter .venv is made with
+#   ENGINES='vllm sglang' which engines `make engines` installs
 #   TORCH_INDEX=URL      where to take torch from (pick your vendor's CPU index to save the CUDA build's gigabytes)
 PYTHON ?= python3
 TORCH_INDEX ?=
+ENGINES ?= vllm llamacpp sglang
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?= -q
-export PYTHONDONTWRITEBYTECODE = 1
+# Hundreds of daemons start in the tests: with bytecode each takes half the time.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help demo test slow check format bench engines wheel clean
 help:
@@ -34,16 +37,16 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev $(VENV)/.bench
 	$(BIN)/python bench/run.py
 
-# Venvs of their own for the engines that tests/test_vllm.py runs; `make slow` skips it where they are not.
+# Venvs of their own for the engines that `make slow` runs where they are: ENGINES=vllm for one of them.
 engines:
-	.ci/install-vllm .venv-vllm
+	set -e; for engine in $(ENGINES); do .ci/install-$$engine .venv-$$engine; done
 
 wheel: $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) .venv-vllm dist build
+	rm -rf $(VENV) .venv-vllm .venv-llamacpp .venv-sglang dist build
 
 $(VENV)/.made:
 	.ci/make-venv '$(PYTHON)' $(VENV)

@@ -26,6 +26,7 @@ import xxhash
 from host_daemon import spec_of
 from measure import OURS, Bench, Target
 from peer_socket import plain
+from peer_stores import stores
 
 from kvtier.client import Client, page_keys
 from kvtier.demo.daemon import Daemon
@@ -221,6 +222,7 @@ def main() -> None:
         fleet = Fleet(Path(home))
         with fleet.daemons["b"], fleet.daemons["c"]:
             uvloop.run(run(bench, fleet))
+        uvloop.run(stores(bench, Path(home)))
     bench.finish()
 
 

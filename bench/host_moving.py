@@ -15,7 +15,6 @@ from host_daemon import PAGE, PATIENCE_MS, kvtierd, spec_of
 from measure import OURS, Bench, Samples, Subject, Target, interleave
 from rival import Running
 
-from kvtier import wire
 from kvtier.client import Cache, Client
 from kvtier.client import Path as Prompt
 
@@ -58,9 +57,13 @@ class Engine:
         self.step = max(1, BATCH // size.page_bytes)
         self.prompt = self.fresh(self.cache)
 
+    def keys(self) -> bytes:
+        """A prompt that nobody has stored."""
+        return self.random.integers(0, 1 << 30, self.size.pages * PAGE, np.int32).tobytes()
+
     def fresh(self, cache: Cache) -> Prompt:
-        """A prompt that is not cached."""
-        return cache.match(self.random.integers(0, 1 << 30, self.size.pages * PAGE, np.int32).tobytes())
+        """Its path."""
+        return cache.match(self.keys())
 
     def speed(self, work: Callable[[], object]) -> float:
         """GB/s of work on a round's bytes."""
@@ -113,18 +116,12 @@ class Engine:
     # -- kvtier ------------------------------------------------------------------------------------------------
 
     def put(self) -> float:
-        """Store a new prompt, each batch committed while the next is copied."""
+        """Store a new prompt: match, reserve, copy with checksums, commit, and the daemon's word."""
+        keys = self.keys()
 
         def work() -> None:
-            self.prompt = self.fresh(self.cache)
-            held = self.prompt.reserve(0, self.size.pages, wait_ms=PATIENCE_MS)
-            sent = []
-            for at in range(0, self.size.pages, self.step):
-                count = min(self.step, self.size.pages - at)
-                held.write_pages(0, at, self.source[at : at + count], summed=True)
-                sent.append(self.client.submit(held.committing(at, count), wire.Committed))
-            done = [self.client.wait(ticket, 30.0) for ticket in sent]
-            assert max(each.published for each in done) == self.size.pages
+            self.prompt = self.cache.match(keys)
+            assert self.prompt.put(0, [self.source], PATIENCE_MS) == self.size.pages
 
         self.prompt.close()
         return self.speed(work)

@@ -6,13 +6,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
+from kvtier.depots import Mooncake, Redis, address
 from kvtier.events.feed import Feed
+from kvtier.peer.depot import Depot
 from kvtier.peer.direct import Direct
 from kvtier.peer.secrets import read
+from kvtier.peer.shelf import Shelf
 from kvtier.server.home import Home
 from kvtier.store import Store
 from kvtier.types import Code, KvtierError, bad
@@ -24,6 +27,8 @@ _log = logging.getLogger("kvtier.peer")
 class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Other hosts."""
 
+    backend: Literal["direct", "redis", "mooncake"] = "direct"
+    """How pages go from host to host: daemons talk to each other, or share a store."""
     nodes: str = ""
     """All hosts of the fleet, this one too, the same list everywhere: `a=10.0.0.1:9478,b=10.0.0.2:9478`; empty: no
     peers."""
@@ -34,25 +39,43 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secrets: str = ""
     """File with the fleet's key and one secret per trust scope that is shared; readable by its owner only."""
     replicas: int = 2
-    """Hosts that get each prompt's pages."""
+    """Hosts that get each prompt's pages; copies that Mooncake is asked for."""
     deadline_ms: int = 200
     """How long a peer may take to answer; a transfer has that and the time of its bytes at 32 MiB/s."""
+    redis: Redis = Redis()
+    mooncake: Mooncake = Mooncake()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a fleet."""
+        return bool(self.nodes) or self.backend != "direct"
 
     def check(self) -> None:
         """Raise bad_request naming the first setting that cannot be served."""
-        if not self.nodes:
+        if not self.wanted:
             return
-        nodes = nodes_of(self.nodes)
-        if self.name not in nodes:
-            raise bad("peers.name", f"one of {', '.join(nodes)}", self.name)
-        if self.listen:
-            _address("peers.listen", self.listen)
+        if self.backend == "direct":
+            self._check_nodes()
+        elif self.nodes or self.listen:
+            raise bad("peers.nodes", f"nothing: with {self.backend} hosts share a store and do not know each other")
+        elif self.backend == "redis":
+            self.redis.check()
+        else:
+            self.mooncake.check()
         if not self.secrets:
             raise bad("peers.secrets", "a file: peers are served to nobody without a key")
         if not 1 <= self.replicas <= 16:
             raise bad("peers.replicas", "1..16", self.replicas)
         if not 1 <= self.deadline_ms <= 60_000:
             raise bad("peers.deadline_ms", "1..60000", self.deadline_ms)
+
+    def _check_nodes(self) -> None:
+        """The same of what only daemons that talk to each other need."""
+        nodes = nodes_of(self.nodes)
+        if self.name not in nodes:
+            raise bad("peers.name", f"one of {', '.join(nodes)}", self.name)
+        if self.listen:
+            address("peers.listen", self.listen)
 
 
 class Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,17 +137,10 @@ def nodes_of(text: str) -> Mapping[str, tuple[str, int]]:
         name, equals, where = part.strip().partition("=")
         if not equals or not name or name in found:
             raise bad("peers.nodes", "name=host:port,... with each name once", part)
-        found[name] = _address("peers.nodes", where)
+        found[name] = address("peers.nodes", where)
     if len(found) > MAX_NODES:
         raise bad("peers.nodes", f"at most {MAX_NODES} hosts", len(found))
     return found
-
-
-def _address(field: str, text: str) -> tuple[str, int]:
-    host, colon, port = text.strip().rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise bad(field, "host:port", text)
-    return host.strip("[]"), int(port)
 
 
 def join(store: Store, config: Peers) -> Home | None:
@@ -132,15 +148,26 @@ def join(store: Store, config: Peers) -> Home | None:
 
     Raises KvtierError for secrets that cannot be used, OSError for an address that cannot be had.
     """
-    if not config.nodes:
+    if not config.wanted:
         return None
-    nodes, secrets = nodes_of(config.nodes), read(Path(config.secrets))
-    deadline_s = config.deadline_ms / 1000
+    secrets, deadline_s = read(Path(config.secrets)), config.deadline_ms / 1000
+    if config.backend != "direct":
+        counts = store.parts.counts
+        redis = config.backend == "redis"
+        shelf: Shelf = (
+            config.redis.shelf(deadline_s, counts)
+            if redis
+            else config.mooncake.shelf(config.replicas, deadline_s, counts)
+        )
+        store.join_fleet(Depot(shelf, secrets, name=config.name or "this host", deadline_s=deadline_s))
+        _log.info("the fleet shares a store: %s", config.backend)
+        return None
+    nodes = nodes_of(config.nodes)
     tier = Direct(
         nodes, config.name, secrets, replicas=config.replicas, deadline_s=deadline_s, counts=store.parts.counts
     )
-    address = _address("peers.listen", config.listen) if config.listen else nodes[config.name]
-    home = Home(store, secrets, address, deadline_s)
+    where = address("peers.listen", config.listen) if config.listen else nodes[config.name]
+    home = Home(store, secrets, where, deadline_s)
     store.join_fleet(tier)
-    _log.info("peer %s of %d, served on %s:%d", config.name, len(nodes), address[0], home.port)
+    _log.info("peer %s of %d, served on %s:%d", config.name, len(nodes), where[0], home.port)
     return home

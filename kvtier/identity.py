@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -136,6 +137,22 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad(f"{where}.window", "> 0 for window groups and 0 for others", group.window)
         if self.keyed and group.kind is Kind.WINDOW:
             raise bad(f"{where}.kind", "full or state in a keyed cache (its engine tracks windows)")
+
+
+def part_of(spec: CacheSpec, slices: Sequence[Slice]) -> CacheSpec:
+    """The cache that one host of a model spread over hosts keeps: of each group its layers and heads only.
+
+    Its workers declare their slices relative to it. Equal parts are equal caches on any host. Raises bad_request.
+    """
+    if len(slices) != len(spec.groups):
+        raise bad("slices", f"one for each of {len(spec.groups)} groups", len(slices))
+    groups, names = [], []
+    for number, (part, group) in enumerate(zip(slices, spec.groups, strict=True)):
+        if not (0 <= part.l0 < part.l1 <= group.layers and 0 <= part.h0 < part.h1 <= group.heads):
+            raise bad(f"slices[{number}]", f"a slice of {group.layers} layers x {group.heads} heads", part)
+        groups.append(msgspec.structs.replace(group, layers=part.l1 - part.l0, heads=part.h1 - part.h0))
+        names.append(f"{part.l0}-{part.l1}/{group.layers}x{part.h0}-{part.h1}/{group.heads}")
+    return msgspec.structs.replace(spec, groups=tuple(groups), layout=f"{spec.layout} part {','.join(names)}")
 
 
 def _packed(*fields: bytes | str | int) -> bytes:

@@ -12,6 +12,8 @@ PROC: Final = Path("/proc")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 SHARE: Final = 0.9
 """At most this part of the limit may be host tier."""
+OWN_BYTES: Final = 128 << 20
+"""What the daemon needs beside it at least: itself, its buffers, the index of a few 100,000 pages."""
 DEFAULT_BYTES: Final = 1 << 30
 """The host tier of a daemon that was told nothing, on a machine large enough."""
 
@@ -72,10 +74,11 @@ def memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 def check_budget(requested: int, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """The host tier's bytes as requested. Raises bad_request for host.bytes where they do not fit the limit."""
     limit = smallest_limit(proc, cgroups)
-    most = int(limit.bytes * SHARE)
+    most = max(0, min(int(limit.bytes * SHARE), limit.bytes - OWN_BYTES))
     if not 0 <= requested <= most:
         message = (
-            f"expected 0..{most} bytes ({SHARE:.0%} of the {limit.bytes} bytes in {limit.source}), got {requested}"
+            f"expected 0..{most} bytes ({SHARE:.0%} of the {limit.bytes} bytes in {limit.source}, and {OWN_BYTES} less "
+            f"than those), got {requested}"
         )
         raise KvtierError(Code.BAD_REQUEST, message, "host.bytes")
     return requested

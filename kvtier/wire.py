@@ -181,6 +181,8 @@ class Matched(Message):
     """So many pages are worth loading, the rest is computed faster; Acquire of -1 pages loads so many."""
     asking: bool = False
     """Whether other hosts are being asked for more: match again soon, or acquire all (-1), which waits for them."""
+    known: int = 0
+    """Where a cache has state groups: pages that are served along the path, whether or not a state point is there."""
 
 
 class Acquire(Message):
@@ -256,6 +258,27 @@ class Push(Message):
     handle: int
     to: str
     """The peer's name in the fleet."""
+
+
+class Elsewhere(Message):
+    """Another host that keeps a part of the model: its name in the fleet, and the spec of the part."""
+
+    host: str
+    spec: CacheSpec
+
+
+class Agree(Message):
+    """How much of the handle's path this daemon and those of all other hosts of the model can serve. Pins nothing."""
+
+    handle: int
+    others: tuple[Elsewhere, ...]
+    wait_ms: int = 200
+
+
+class Agreed(Message):
+    """Reply to Agree: 0 also where some host did not say in time."""
+
+    pages: int
 
 
 class Order(Message):
@@ -809,6 +832,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Hint: 24,
     Push: 25,
     Order: 26,
+    Agree: 27,
     Exists: 32,
     AcquireKeys: 33,
     ReserveKeys: 34,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hfkit import Place
 from kvtier.demo.daemon import Daemon
 
 SETTLE_S = 5.0
@@ -45,10 +47,49 @@ def no_leaks() -> Iterator[None]:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
+@contextlib.contextmanager
+def running_in(home: Path) -> Iterator[Daemon]:
     """A kvtierd process with a small host tier and a disk tier, which must end well when asked to."""
-    with Daemon(tmp_path, host="128MiB", disk="256MiB") as running:
+    with Daemon(home, host="128MiB", disk="256MiB") as running:
         yield running
         if running.running:
             assert running.stop() == 0, running.log.read_text()[-2000:]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    """See running_in."""
+    with running_in(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One for all tests of a module that ask it for what it refuses, which leaves it as it was."""
+    with running_in(tmp_path_factory.mktemp("standing")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One daemon for the tests of a module that leave it alone."""
+    with Daemon(tmp_path_factory.mktemp("shared"), host="256MiB", disk="256MiB") as running:
+        yield running
+        assert running.stop() == 0
+
+
+@pytest.fixture
+def place(shared: Daemon, request: pytest.FixtureRequest) -> Place:
+    """The shared daemon, empty as far as this test can see."""
+    return Place(shared.socket, request.node.name.encode())
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Two busy cores shared with the daemon: more threads of torch only wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

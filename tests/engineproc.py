@@ -11,6 +11,8 @@ import json
 import mmap
 import os
 import sys
+import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,9 @@ class Process:
         self.cache = self.client.open(SPEC, rank=rank, world=max(1, world), slices=slices)
         self.held: list[Any] = []
         self.mapped = False
+        self.counts: Counter[str] = Counter()
+        self.resting = threading.Event()
+        self.thread: threading.Thread | None = None
 
     def map(self, _: list[int]) -> dict[str, Any]:
         """Read and compute in device memory from now on."""
@@ -137,6 +142,28 @@ class Process:
             self.held.append(region.start_store(names, range(64 * at, 64 * at + 32)))
             self.held.append(region.start_load(names, range(64 * at + 32, 64 * at + 64)))
         return {"running": len(self.held)}
+
+    def churn(self, first: list[int]) -> dict[str, Any]:
+        """Begin to store paths and to read older ones again, without an end, and answer while that goes on."""
+        self.resting.clear()
+        self.thread = threading.Thread(target=self._churn, args=first, daemon=True)
+        self.thread.start()
+        return {}
+
+    def _churn(self, first: int) -> None:
+        n = 0
+        while not self.resting.is_set():
+            n += 1
+            self.counts["stored"] += self.put([first, n, *range(30)])["published"]
+            served = self.get([first, max(1, n - 40), *range(30)])
+            self.counts["served"] += served["pages"]
+            self.counts["wrong"] += served["pages"] - served["right"]
+
+    def rest(self, _: list[int]) -> dict[str, Any]:
+        """Stop churning; pages stored and served so far, and of these how many were wrong."""
+        self.resting.set()
+        self.thread.join()
+        return {"wrong": 0} | self.counts
 
     def flush(self, _: list[int]) -> dict[str, Any]:
         return {"durable": self.cache.flush(20.0)}

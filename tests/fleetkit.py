@@ -94,7 +94,7 @@ class Host:
 
     def sound(self) -> None:
         """No invariant is broken, and nothing of the arena is in use but cached pages."""
-        assert self.ask(wire.Check())["broken"] == []
+        assert (broken := self.ask(wire.Check())["broken"]) == [], broken
 
     def emptied(self) -> None:
         """Once its caches are emptied no slot is in use: none was leaked."""

@@ -230,13 +230,15 @@ def test_keys_are_evicted_to_disk_brought_back_and_pinned(keyed):
         (["--key", "00" * 16, "--cache", "ffffffffffff"], "0 keyed caches"),
     ],
 )
-def test_keys_that_are_not_named_well_are_refused(keyed, words, complaint):
+def test_keys_that_are_not_named_well_are_refused(standing, words, complaint):
     """Code 1 and a sentence, for each verb about a prompt."""
-    bench, _, _ = keyed
-    for verb in ("explain", "pin", "prefetch", "evict"):
-        result = bench.run(verb, *words)
-        assert result.exit_code == 1, result.output
-        assert complaint in result.stderr
+    with Client(standing.socket, instance="engine") as client:
+        bench = Bench(standing, client)
+        client.open(KEYED)
+        for verb in ("explain", "pin", "prefetch", "evict"):
+            result = bench.run(verb, *words)
+            assert result.exit_code == 1, result.output
+            assert complaint in result.stderr
 
 
 def test_key_files_may_be_json(keyed, tmp_path):

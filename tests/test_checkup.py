@@ -8,18 +8,20 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines import FULL, STATE, WINDOW, Engine, spec, tokens
-from kvtier import wire
+from kvtier import archive, wire
 from kvtier.client import Client
 from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.store import Store, checkup, slices
+from kvtier.store.scrub import Scrub
 from kvtier.types import Kind, Tier
 from storekit import MIB, drop_host, quiet, storing, until
 from test_store_machine import Traffic, steps
@@ -87,6 +89,35 @@ async def checked(ops: list, disk_bytes: int) -> None:
 def test_checks_beside_random_traffic_raise_no_false_alarm(ops: list, disk_bytes: int) -> None:
     """Aborts, deaths, resets, evictions and half-committed pages between any two steps of a check."""
     asyncio.run(checked(ops, disk_bytes))
+
+
+async def test_what_the_daemon_itself_holds_is_no_lease_that_was_forgotten(tmp_path, monkeypatch):
+    """A copy that is being re-read and an import that goes on, while no engine is attached, are no alarm."""
+    reading, gate = asyncio.Event(), asyncio.Event()
+
+    async def slow(*_: object) -> str:
+        reading.set()
+        await gate.wait()
+        return ""
+
+    monkeypatch.setattr(Scrub, "_wrong", slow)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        await engine.put(tokens(1, 2, 3))
+        await quiet(store)
+        engine.leave()
+        (cache,) = store.parts.caches.values()
+        scrubbing = asyncio.ensure_future(store.scrub.check(next(store.scrub.places())))
+        await reading.wait()
+        header = archive.header(cache.spec, cache.scope, cache.epoch)
+        begun = store.admin[wire.Import](wire.Import(msgspec.msgpack.encode(header))).data
+        assert cache.index.root.refs == cache.own == 2
+        assert (await store.checkup.round()).broken == []
+        gate.set()
+        await scrubbing
+        store.admin[wire.ImportEnd](wire.ImportEnd(begun["import"]))
+        assert cache.index.root.refs == cache.own == 0
 
 
 async def test_a_check_finds_what_is_broken(tmp_path):
@@ -222,8 +253,11 @@ def fill(client: Client) -> str:
 
 @pytest.mark.parametrize(
     "message",
-    [wire.Check(), wire.Tree("", width=1000), wire.Remove("")],
-    ids=lambda message: type(message).__name__,
+    [
+        pytest.param(wire.Check(), id="check"),
+        pytest.param(wire.Tree("", width=1000), id="tree", marks=pytest.mark.slow),
+        pytest.param(wire.Remove(""), id="remove", marks=pytest.mark.slow),
+    ],
 )
 def test_engines_are_served_while_an_operator_walks_everything(tmp_path: Path, message):
     """Many matches are answered in the time of one walk; on a loop that walks in one go it would be one."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import resource
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from kvtier import wire
-from kvtier.client import Client
+from kvtier.client import Client, putting
 from kvtier.client.arenas import runs
 from kvtier.client.layout import SPAN_BYTES, checksum, copy_summed
 from kvtier.client.slots import SAMPLE, Checks
@@ -313,3 +314,59 @@ def test_runs_are_of_slots_that_follow_each_other():
     assert runs(np.array([8, 16, 24]), 8) == [(0, 8, 3)]
     assert runs(np.array([8, 16, -1, 32, 24, 40, 48]), 8) == [(0, 8, 2), (3, 32, 1), (4, 24, 1), (5, 40, 2)]
     assert runs(np.array([-8, 0]), 8) == [(1, 0, 1)]
+
+
+# -- putting many pages at once --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3 * SMALL.item_bytes, 1 << 30])
+def test_a_prompt_that_is_put_at_once_is_there_bit_for_bit(client, monkeypatch, batch):
+    """Whatever the batches; pages that were cached before stay as they are; a later part goes below the first."""
+    monkeypatch.setattr(putting, "BATCH_BYTES", batch)
+    cache = client.open(spec_of(SMALL, LARGE))
+    small, large = content(40), content(40, 1, LARGE.item_bytes)
+    assert cache.match(keys(40)).put(0, [small[:7], large[:7]], 5000) == 7
+    assert cache.match(keys(40)).put(0, [content(30, 5), np.concatenate([large[:7], large[7:30]])], 5000) == 30
+    path = cache.match(keys(40))
+    assert path.put(30, [small[30:], large[30:]], 5000) == 10
+    with path.extend().acquire() as lease:
+        out = np.zeros_like(large)
+        assert lease.read_pages(1, 0, out) == lease.pages == 40
+        assert np.array_equal(out, large)
+        out = np.zeros_like(small)
+        assert lease.read_pages(0, 0, out) == 40
+        assert np.array_equal(out[:7], small[:7])
+        assert np.array_equal(out[7:30], content(30, 5)[7:])
+        assert np.array_equal(out[30:], small[30:])
+
+
+def test_a_put_that_finds_no_room_stores_the_beginning_and_holds_nothing(client, daemon):
+    """More than an instance may hold: the first pages are served, and the rest is given back at once."""
+    cache = client.open(spec_of(LARGE))
+    pages = 2 * 128 * 1024 * 1024 // LARGE.item_bytes
+    rows = np.broadcast_to(content(1, 3, LARGE.item_bytes), (pages, LARGE.item_bytes))
+    path = cache.match(keys(pages))
+    served = path.put(0, [rows])
+    assert 0 < served < pages
+    assert path.extend().pages <= served
+    assert stored(client.open(spec_of(SMALL)), 20) is not None
+    path.close()
+    assert daemon.broken_invariants() == []
+
+
+def test_a_put_of_what_is_no_page_says_so_and_one_without_a_daemon_stores_nothing(client, daemon):
+    """Other groups, other widths, rows of unequal number; window groups, which need what is wanted named."""
+    cache = client.open(spec_of(SMALL, SMALL))
+    path = cache.match(keys(4))
+    for data in ([content(4)], [content(4), content(3)], [content(4), content(4, size=7)]):
+        with pytest.raises(KvtierError, match="data"):
+            path.put(0, data)
+    with pytest.raises(KvtierError, match="full groups"):
+        client.open(spec_of(SMALL, STATE)).match(keys(4)).put(0, [content(4), content(4)])
+    assert path.put(0, [content(0), content(0)]) == 0
+    daemon.kill()
+    assert path.put(0, [content(4), content(4)]) == 0
+    daemon.start()
+    deadline = time.monotonic() + 20
+    while path.put(0, [content(4), content(4)]) < 4:
+        assert time.monotonic() < deadline

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines import Engine, spec, tokens
+from kvtier import wire
 from kvtier.client import Client
 from kvtier.ctl import main
 from kvtier.identity import GroupSpec
@@ -42,6 +43,56 @@ def seen_by(trace: Trace, seen: Distances) -> Distances:
 def test_the_curve_equals_brute_replay(trace, pages):
     """At any capacity up to the bound, to the page."""
     assert seen_by(trace, Distances(64)).curve([pages]) == [lru_hits(trace, pages)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), st.integers(0, 40))
+def test_the_curve_of_opaque_keys_along_paths_equals_brute_replay(trace, pages):
+    """Keys that are asked for from the root on, as engines do, are what pages of a tree are."""
+    seen = Distances(64)
+    for r in range(len(trace.leaf)):
+        seen.ask(np.array(trace.path(r), np.uint64))
+    assert seen.curve([pages]) == [lru_hits(trace, pages)]
+
+
+def found_by_lru(requests: list[list[int]], most: int) -> int:
+    """Keys found by an LRU of `most` keys, each request touching its first key last."""
+    stack: list[int] = []
+    hits = 0
+    for keys in requests:
+        hits += sum(key in stack[:most] for key in keys)
+        stack = [*keys, *(key for key in stack if key not in keys)]
+    return hits
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=6, unique=True), max_size=20), st.integers(0, 20))
+def test_keys_asked_for_in_any_order_are_placed_to_within_a_request(requests, most):
+    """Holes, pieces of earlier requests, other orders: the hits are those of a cache at most one request larger."""
+    seen = Distances(64)
+    for keys in requests:
+        seen.ask(np.array(keys, np.uint64))
+    (found,) = seen.curve([most])
+    assert found_by_lru(requests, most) <= found <= found_by_lru(requests, most + 6 if most else 0)
+
+
+async def test_keyed_caches_have_a_curve_of_their_own():
+    """One pool of theirs, in keys; whoever asks again for the same keys is one request."""
+    async with storing(None, host=16 << 20) as store:
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096),), key_bytes=16))
+        cache, keys = engine.opened.cache, b"".join(bytes([n]) * 16 for n in range(10))
+        for _ in range(3):
+            await engine.call(wire.Exists(cache, 0, keys))
+        await engine.call(wire.AcquireKeys(cache, 0, keys))
+        await engine.call(wire.Exists(cache, 0, keys))
+        curves = store.parts.ways.curves
+        await until(lambda: curves.pools and next(iter(curves.pools.values())).distances.requests == 2)
+        (pool,) = curves.info(0, ())
+        assert pool["keyed"]
+        assert pool["page_bytes"] == 4096
+        assert pool["points"][0]["hit_ratio"] == pytest.approx(0.05)
+        assert pool["points"][-1]["hit_ratio"] == pytest.approx(0.5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,6 +164,7 @@ async def test_requests_count_once_and_time_is_bounded():
         matched = await engine.match(tokens(1, 2, 3, page_tokens=1))
         for _ in range(5):
             await engine.match(b"", matched.handle)
+        store.parts.tally.settle()
         curves = store.parts.ways.curves
         pool = next(iter(curves.pools.values()))
         await until(lambda: pool.distances.requests == 1)

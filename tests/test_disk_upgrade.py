@@ -1,13 +1,20 @@
-"""Catalogues of older versions: upgraded whole or not at all; those too old are set aside untouched."""
+"""Catalogues of older versions: upgraded whole or not at all; those too old are set aside untouched.
+
+`python -m tests.test_disk_upgrade FILE` makes what tests/catalogues has of each format: do it before a format changes.
+"""
 
 from __future__ import annotations
 
 import struct
+import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 import lmdb
 import pytest
 
+from kvtier.identity import GroupSpec
 from kvtier.tiers import upgrade
 from kvtier.tiers.records import (
     FORMAT,
@@ -20,8 +27,11 @@ from kvtier.tiers.records import (
     seal,
     unseal,
 )
-from tests.diskkit import MIB, Owner
+from kvtier.types import Kind
+from tests.diskkit import KIB, MIB, Owner, spec
 
+MADE = Path(__file__).parent / "catalogues"
+SMALL = spec(GroupSpec(Kind.FULL, 1, 1, 1000))
 OLD_KEY, NEW_KEY = struct.Struct(">IQ"), struct.Struct(">I8sQ")
 
 
@@ -130,3 +140,43 @@ def test_a_catalogue_older_than_any_that_can_be_upgraded_is_set_aside(tmp_path, 
         assert owner.runs == []
     assert (tmp_path / "d" / "catalogue.format0-1" / "data.mdb").read_bytes() == raw
     assert "format 0" in caplog.text
+
+
+def make(file: Path) -> None:
+    """The folder of a disk tier of the format of today, in a tar file: four runs of two pages, the last trimmed."""
+    with tempfile.TemporaryDirectory() as name:
+        with Owner(Path(name) / "d", 1 * MIB, slab_bytes=64 * KIB) as owner:
+            cache = owner.cache(SMALL)
+            runs = [owner.write(cache, seed, 2, depth=seed % 3 * 4) for seed in range(1, 5)]
+            owner.tier.free([runs[-1] << 6 | 1])
+            assert owner.flush() == ""
+        with tarfile.open(file, "w:gz") as tar:
+            tar.add(Path(name) / "d", ".")
+
+
+def test_there_is_a_catalogue_of_each_format_that_is_read() -> None:
+    """Written by the code of its time: whoever raises the format keeps one of the old."""
+    numbers = range(upgrade.OLDEST, FORMAT + 1)
+    assert {path.name for path in MADE.iterdir()} == {f"format{number}.tar.gz" for number in numbers}
+
+
+@pytest.mark.parametrize("file", sorted(MADE.iterdir()), ids=lambda file: file.name)
+def test_a_catalogue_as_its_own_version_wrote_it_is_served_whole(tmp_path, file):
+    """Every page bit for bit, nothing set aside, and what is written now is beside it after another start."""
+    with tarfile.open(file) as tar:
+        tar.extractall(tmp_path / "d", filter="data")
+    for seed in (500, 501):
+        with Owner(tmp_path / "d", 1 * MIB) as owner:
+            runs = sorted(run.id for run, _, _ in owner.runs)
+            cache = owner.cache(SMALL)
+            assert cache == 1
+            for seed_of, run in enumerate(runs[:4], 1):
+                assert owner.read(cache, run, seed_of, 2) == ["", "gone" if seed_of == 4 else ""]
+            assert len(runs) == 4 + seed - 500
+            assert owner.tier.stats["set_aside"] == owner.tier.stats["damaged_runs"] == 0
+            owner.write(cache, seed, 2)
+    assert format_of(tmp_path / "d" / "catalogue") == FORMAT
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -72,6 +72,20 @@ def test_the_exact_digest_sees_one_element(tmp_path: Path):
     assert len({weights_digest(str(folder), {}, exact=True) for folder in folders}) == 2
 
 
+@pytest.mark.parametrize("mib", [0.1, 2, 8])
+def test_small_files_of_other_kinds_are_told_apart_wherever_they_differ(tmp_path: Path, mib: float):
+    """A GGUF or .bin file of a few MiB: a change of 4 KiB anywhere in it changes the digest of the sample."""
+    raw = np.random.default_rng(0).integers(0, 256, int(mib * (1 << 20)), np.uint8)
+    path, digests = tmp_path / "m.gguf", set()
+    places = np.linspace(0, len(raw) - 4096, 20, dtype=int)
+    for at in places:
+        changed = raw.copy()
+        changed[at : at + 4096] ^= 1
+        path.write_bytes(changed.tobytes())
+        digests.add(weights_digest(str(path), {}))
+    assert len(digests) == len(places)
+
+
 def test_weights_that_are_not_here_are_refused(tmp_path: Path):
     """No digest of nothing, and none of a file that is not what its name says."""
     with pytest.raises(KvtierError, match="local folder or file with weights"):

@@ -344,7 +344,10 @@ def test_kvtierctl_carries_a_cache_between_daemons(tmp_path: Path) -> None:
             for page in range(100):
                 reserved.write(0, page, data[page])
             assert reserved.commit() == 100
+        (tmp_path / "a" / "precious").write_text("of somebody else")
+        (tmp_path / "cache.kv.part").symlink_to(tmp_path / "a" / "precious")
         done = said(ctl(a, "export", file, "--cache", cache.cache_id.hex()[:8], "--json"))
+        assert (tmp_path / "a" / "precious").read_text() == "of somebody else"
         assert (done["pages"], done["lost"], done["file_bytes"]) == (100, 0, file.stat().st_size)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         before = file.read_bytes()

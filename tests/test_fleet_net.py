@@ -33,6 +33,7 @@ def namespaces(tmp_path_factory) -> None:
         pytest.skip(f"network namespaces are not allowed here: {tried.stderr.strip().splitlines()[-1]}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["slow_link", "partition", "half_open"])
 def test_hosts_behind_bad_links(tmp_path: Path, scenario: str) -> None:
     """See netfleet.py: at most one deadline and a miss, no slot is lost, and 5 s after the fault all is as before."""

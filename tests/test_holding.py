@@ -210,6 +210,7 @@ async def test_a_page_committed_after_its_parent_was_aborted_waits_for_nobody() 
         assert idle(store) == []
 
 
+@pytest.mark.slow
 async def test_a_long_chain_of_reservations_is_served_at_once_and_dropped_at_once() -> None:
     """Children committed long before their first parent, in any order, however many follow each other."""
     count = 1200
@@ -430,6 +431,7 @@ async def test_a_slab_that_was_being_emptied_is_open_again_after_a_cancellation(
 # -- bounds ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_handle_that_is_polled_with_more_tokens_stays_within_the_bound() -> None:
     """Paths have a bound however they grow: older ones are forgotten, one that alone is too long is refused."""
     async with storing(None) as store:
@@ -467,6 +469,7 @@ async def test_resets_leave_no_caches_behind() -> None:
         assert idle(store) == []
 
 
+@pytest.mark.slow
 async def test_caches_and_scopes_are_bounded() -> None:
     """Each costs memory or descriptors: beyond the bound they are refused by name, and empty ones make place."""
     async with storing(None) as store:

@@ -481,6 +481,6 @@ class PrefaultingMachine(HostMachine):
 
 
 TestHostMachine = HostMachine.TestCase
-TestHostMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestHostMachine.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 TestPrefaultingMachine = PrefaultingMachine.TestCase
-TestPrefaultingMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestPrefaultingMachine.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)

@@ -72,6 +72,11 @@ COMPILED = [
 on_all = pytest.mark.parametrize(("compiler", "arch"), params(USUAL))
 
 
+def first_usual(names: Iterable[str]) -> list:
+    """The first, and the others marked slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if at else []) for at, name in enumerate(names)]
+
+
 def ways(names: Iterable[str]) -> list:
     """(codec, element) pairs; fp16 is slow but for one, and so is what needs one more compilation."""
     return [
@@ -192,7 +197,7 @@ def test_few_thread_blocks_do_the_whole_work(blocks: int, compiler: str, arch: i
 
 @on_all
 @pytest.mark.parametrize(("name", "element"), ways(quant.CODECS))
-@pytest.mark.parametrize("shape", QUANTIZED)
+@pytest.mark.parametrize("shape", first_usual(QUANTIZED))
 def test_quantization_is_numpys_bit_for_bit(shape: str, name: str, element: str, compiler: str, arch: int):
     """Codes, scales and what comes back of them are those of kvtier.quant, for every layout, codec and element."""
     at = scene(*QUANTIZED[shape], name, element)
@@ -216,6 +221,7 @@ def test_odd_values_quantize_as_numpy_does(name: str, element: str, compiler: st
 
 
 @pytest.mark.skipif(not cudakit.compilers(), reason="neither NVRTC's wheel nor nvcc is here")
+@pytest.mark.slow
 def test_e4m3_in_software_is_the_same():
     """Before sm_89 there are no e4m3 instructions: the code in their place gives the same bytes."""
     odd_values("fp8", "bf16", cudakit.compilers()[0], 80)
@@ -268,7 +274,7 @@ def test_moves_ask_for_hardly_more_sectors_than_there_are(name: str, compiler: s
 
 @on_all
 @pytest.mark.parametrize("name", quant.CODECS)
-@pytest.mark.parametrize("shape", ["nhd", "mla"])
+@pytest.mark.parametrize("shape", first_usual(["nhd", "mla"]))
 def test_quantization_asks_for_hardly_more_sectors(shape: str, name: str, compiler: str, arch: int):
     """The same bound for fused gather and quantize, and back."""
     at = scene(*QUANTIZED[shape], name)

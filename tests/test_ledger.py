@@ -10,7 +10,7 @@ from kvtier.identity import GroupSpec
 from kvtier.tiers.cells import BLOCK, Cells
 from kvtier.tiers.disk import CacheRecord, Item
 from kvtier.tiers.ledger import Ledger
-from kvtier.tiers.records import encode_run
+from kvtier.tiers.runrecord import encode_run
 from kvtier.types import Kind
 from tests.diskkit import spec
 

@@ -77,6 +77,20 @@ def test_budget_over_nine_tenths_is_refused_by_name(host):
             assert part in caught.value.message
 
 
+def test_a_budget_leaves_the_daemon_room_for_itself(host):
+    """In a small limit a tenth is not enough: index and buffers would have the daemon killed under a full host."""
+    proc, cgroups, write = host
+    write("proc/self/cgroup", "0::/\n")
+    write("cgroup/memory.max", f"{GIB}\n")
+    assert check_budget(GIB - (128 << 20), proc, cgroups) == GIB - (128 << 20)
+    with pytest.raises(KvtierError, match=r"host\.bytes"):
+        check_budget(GIB - (128 << 20) + 1, proc, cgroups)
+    write("cgroup/memory.max", f"{64 << 20}\n")
+    assert check_budget(0, proc, cgroups) == 0
+    with pytest.raises(KvtierError, match=r"host\.bytes"):
+        check_budget(1, proc, cgroups)
+
+
 def test_default_is_small(host):
     """Unconfigured: 1 GiB, or an eighth where memory is short."""
     proc, cgroups, write = host

@@ -95,7 +95,10 @@ async def fill(path: Path, groups: tuple[GroupSpec, ...], wants: tuple[wire.Want
     return served
 
 
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE), (FULL, WINDOW), (WINDOW,)])
+@pytest.mark.parametrize(
+    "groups",
+    [(FULL,), *(pytest.param(each, marks=pytest.mark.slow) for each in [(FULL, STATE), (FULL, WINDOW), (WINDOW,)])],
+)
 async def test_a_prefix_is_served_before_the_catalogue_is_loaded(
     tmp_path: Path, groups: tuple[GroupSpec, ...], gate: Gate
 ) -> None:

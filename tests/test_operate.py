@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -79,12 +80,26 @@ class Bench:
         return str(path)
 
 
-@pytest.fixture
-def bench(daemon: Daemon) -> Iterator[Bench]:
+@contextlib.contextmanager
+def bench_of(daemon: Daemon) -> Iterator[Bench]:
     """See Bench."""
     with Client(daemon.socket, instance="engine-7") as client:
         yield Bench(daemon, client)
         assert not daemon.broken_invariants()
+
+
+@pytest.fixture
+def bench(daemon: Daemon) -> Iterator[Bench]:
+    """One of the test's own."""
+    with bench_of(daemon) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def refusing(standing: Daemon) -> Iterator[Bench]:
+    """One for all tests of what is refused."""
+    with bench_of(standing) as made:
+        yield made
 
 
 def test_explain_says_what_matches_and_where_a_prompt_diverges(bench):
@@ -137,10 +152,10 @@ def test_a_prompt_is_named_by_request_chain_key_or_tokens(bench):
         (["--text", "hello", "--tokenizer", "/nothing"], "tokenizer"),
     ],
 )
-def test_a_prompt_that_is_not_named_well_is_refused(bench, words, complaint):
+def test_a_prompt_that_is_not_named_well_is_refused(refusing, words, complaint):
     """Code 1 and a sentence, for each verb about a prompt."""
     for verb in ("explain", "pin", "prefetch", "evict"):
-        result = bench.run(verb, *words)
+        result = refusing.run(verb, *words)
         assert result.exit_code == 1, result.output
         assert complaint in result.stderr
         assert not result.stdout
@@ -252,9 +267,9 @@ def test_a_pin_ends_by_itself(bench):
         ["caches", "rm", ""],
     ],
 )
-def test_wrong_values_are_refused_with_a_sentence(bench, words):
+def test_wrong_values_are_refused_with_a_sentence(refusing, words):
     """Code 1, nothing printed but why."""
-    result = bench.run(*words)
+    result = refusing.run(*words)
     assert result.exit_code == 1, result.output
     assert result.stderr.startswith("kvtierctl: ")
     assert not result.stdout
@@ -474,7 +489,7 @@ def test_doctor_reads_limits_memory_and_mounts(tmp_path):
 
 
 @pytest.mark.parametrize("kind", sorted(wire.ADMIN, key=lambda kind: kind.__name__))
-def test_operators_verbs_are_refused_on_the_engine_socket(daemon, kind):
+def test_operators_verbs_are_refused_on_the_engine_socket(standing, kind):
     """Each of them, by name, whatever the file modes say."""
     import socket
 
@@ -483,7 +498,7 @@ def test_operators_verbs_are_refused_on_the_engine_socket(daemon, kind):
     fields = {f.name: f.type() for f in msgspec.structs.fields(kind) if f.required}
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(DEADLINE)
-        sock.connect(str(daemon.socket))
+        sock.connect(str(standing.socket))
         sock.sendall(wire.request_frame(wire.Hello(wire.VERSION, "sneaky"), 1))
         frames = Frames()
         frames.feed(sock.recv(1 << 16))

@@ -65,3 +65,13 @@ def test_the_guide_names_verbs_and_settings_that_exist() -> None:
         assert f"`{key}`" in settings, key
     for link in re.findall(r"\]\(([^)]+)\)", GUIDE):
         assert (DOCS / link).exists(), link
+
+
+def test_every_fault_has_a_written_outcome_and_a_test() -> None:
+    """docs/failures.md has one row for each test of tests/test_faults.py; the files that it names are there."""
+    text = (DOCS / "failures.md").read_text()
+    tests = Path(__file__).parent / "test_faults.py"
+    held = re.findall(r"^def (test_\w+)", tests.read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"\| `(test_\w+)` \|$", text, re.MULTILINE)) == sorted(held)
+    for name in re.findall(r"`tests/(\w+\.py)`", text):
+        assert (tests.parent / name).exists(), name

@@ -4,104 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import pytest
 import xxhash
 
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
-from fleetkit import free_ports, write_secrets
 from kvtier import wire
 from kvtier.identity import CacheSpec
-from kvtier.peer.base import PeerTier, Place, Shared
-from kvtier.peer.direct import Direct
+from kvtier.peer.base import Place
 from kvtier.peer.items import picks_of
-from kvtier.peer.secrets import read
-from kvtier.server.home import Home
 from kvtier.store import Store
 from kvtier.types import Presence, Tier
+from peerkit import SPEC, TIERS, Pair, blank, direct, right
 from storekit import quiet, storing, until
 
-SPEC = spec()
 ALL = spec((FULL, WINDOW, STATE))
 PATH = tokens(*range(1, 10))
 SIZE = SPEC.groups[0].item_bytes
 
 
-class Pair(NamedTuple):
-    """A tier, and the store of the peer that it reaches."""
-
-    tier: PeerTier
-    far: Store
-    shared: Shared
-
-
-@contextlib.asynccontextmanager
-async def direct(home: Path, disk: Path | None = None, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
-    """The tier `direct` with one peer, `far`, in this process."""
-    secrets = read(write_secrets(home / "secrets", ["uid:0"]))
-    ports = dict(zip(("near", "far"), free_ports(2), strict=True))
-    nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
-    async with storing(disk) as far:
-        served = Home(far, secrets, nodes["far"], 5.0)
-        served.start()
-        tier = Direct(nodes, "near", secrets, deadline_s=5.0)
-        tier.start()
-        shared = tier.shared(cache, "uid:0", 0)
-        try:
-            await until(lambda: tier.status()[0]["up"])
-            yield Pair(tier, far, shared)
-            await until(lambda: idle(far) == [])
-        finally:
-            await tier.close()
-            await served.close()
-
-
-TIERS = pytest.mark.parametrize("tier", [direct])
-
-
-async def computed(far: Store, keys: bytes, cache: CacheSpec = SPEC) -> None:
-    """An engine on the peer computes and stores a path."""
-    engine = Engine(far)
+async def computed(pair: Pair, keys: bytes, cache: CacheSpec = SPEC) -> None:
+    """An engine on the other host computes and stores a path."""
+    engine = Engine(pair.far)
     await engine.open(cache)
     assert await engine.put(keys) == len(keys) // cache.stride
     engine.leave()
-
-
-def blank(pages: range, group: int = 0, cache: CacheSpec = SPEC) -> list[Place]:
-    """Places of this process's own memory."""
-    size = cache.groups[group].item_bytes
-    return [Place(group, page, [np.zeros(size, np.uint8)]) for page in pages]
-
-
-def right(place: Place, keys: bytes = PATH, cache: CacheSpec = SPEC) -> bool:
-    """Whether a place holds what belongs there."""
-    expected = content(keys[: (place.page + 1) * cache.stride], place.group, cache.groups[place.group].item_bytes)
-    return np.array_equal(np.concatenate(place.views), expected)
+    await pair.settled()
 
 
 @TIERS
 async def test_a_path_is_found_and_fetched_bit_exact(tmp_path: Path, tier) -> None:
     """Find says how many pages a peer has, fetch brings exactly those that were asked for, in any order."""
     async with tier(tmp_path) as pair:
-        await computed(pair.far, PATH)
+        await computed(pair, PATH)
         (source,) = await pair.tier.find(pair.shared, PATH + tokens(77), 0)
         assert source.pages == 9
         places = blank(range(8, 1, -2))
         sums = await source.fetch(places)
         source.close()
         assert None not in sums
-        assert all(right(place) for place in places)
+        assert all(right(place, PATH) for place in places)
 
 
 @TIERS
 async def test_a_peer_that_has_no_more_is_no_source_and_is_not_asked_again_at_once(tmp_path: Path, tier) -> None:
     """A no is remembered for that page of that path, and for nothing else."""
     async with tier(tmp_path) as pair:
-        await computed(pair.far, PATH[: 3 * SPEC.stride])
+        await computed(pair, PATH[: 3 * SPEC.stride])
         assert pair.tier.worth(pair.shared, PATH, 3)
         assert await pair.tier.find(pair.shared, PATH, 3) == []
         assert not pair.tier.worth(pair.shared, PATH, 3)
@@ -113,10 +63,9 @@ async def test_a_peer_that_has_no_more_is_no_source_and_is_not_asked_again_at_on
 async def test_what_went_away_between_find_and_fetch_is_none_and_nothing_is_written(tmp_path: Path, tier) -> None:
     """A source whose pages are gone gives None for each, and the peer may be asked again."""
     async with tier(tmp_path) as pair:
-        await computed(pair.far, PATH)
+        await computed(pair, PATH)
         (source,) = await pair.tier.find(pair.shared, PATH, 0)
-        for cache in pair.far.parts.caches.values():
-            pair.far.parts.retire(cache)
+        pair.lose()
         places = blank(range(9))
         assert await source.fetch(places) == [None] * 9
         source.close()
@@ -124,11 +73,10 @@ async def test_what_went_away_between_find_and_fetch_is_none_and_nothing_is_writ
         assert pair.tier.status()[0]["up"]
 
 
-@TIERS
-async def test_pages_that_only_the_peers_disk_has_are_served(tmp_path: Path, tier) -> None:
-    """A peer loads what it no longer has in host before it sends it."""
-    async with tier(tmp_path, tmp_path / "disk") as pair:
-        await computed(pair.far, PATH)
+async def test_pages_that_only_the_peers_disk_has_are_served(tmp_path: Path) -> None:
+    """A peer (of `direct`) loads what it no longer has in host before it sends it."""
+    async with direct(tmp_path, tmp_path / "disk") as pair:
+        await computed(pair, PATH)
         await quiet(pair.far)
         for pool in pair.far.parts.host.pools:
             pair.far.parts.space.evict(pool, [1 << 30])
@@ -138,17 +86,17 @@ async def test_pages_that_only_the_peers_disk_has_are_served(tmp_path: Path, tie
         places = blank(range(9))
         assert None not in await source.fetch(places)
         source.close()
-        assert all(right(place) for place in places)
+        assert all(right(place, PATH) for place in places)
 
 
 @TIERS
 async def test_a_home_takes_what_it_lacks_and_serves_it_to_its_engines(tmp_path: Path, tier) -> None:
     """Offer says what is missing there; what is sent is served there; offered again, nothing is wanted."""
     async with tier(tmp_path) as pair:
-        await computed(pair.far, PATH[: 4 * SPEC.stride])
+        await computed(pair, PATH[: 4 * SPEC.stride])
         (home,) = pair.tier.homes(pair.shared, PATH)
-        assert home == ("far", 9)
-        sink = await pair.tier.offer("far", pair.shared, PATH, ())
+        assert home == (pair.home, 9)
+        sink = await pair.tier.offer(pair.home, pair.shared, PATH, ())
         assert sink.picks == picks_of((0, page) for page in range(4, 9))
         places = [Place(0, at, [content(PATH[: (at + 1) * SPEC.stride], 0, SIZE)]) for at in range(4, 9)]
         sums = [xxhash.xxh3_64_intdigest(place.views[0]) for place in places]
@@ -166,17 +114,17 @@ async def test_a_home_takes_what_it_lacks_and_serves_it_to_its_engines(tmp_path:
 async def test_a_home_serves_nothing_from_a_page_on_that_came_wrong(tmp_path: Path, tier) -> None:
     """A pushed page whose bytes are not those of its checksum is dropped with what follows; its slots return."""
     async with tier(tmp_path) as pair:
-        sink = await pair.tier.offer("far", pair.shared, PATH, ())
+        sink = await pair.tier.offer(pair.home, pair.shared, PATH, ())
         places = [Place(0, at, [content(PATH[: (at + 1) * SPEC.stride], 0, SIZE)]) for at in range(9)]
         sums = [xxhash.xxh3_64_intdigest(place.views[0]) for place in places]
         places[3].views[0][17] ^= 1
         with contextlib.suppress(OSError, EOFError):
-            assert await sink.send(places, sums) == 3
+            await sink.send(places, sums)
         sink.close()
-        await until(lambda: pair.far.parts.counts["peer_checksum"] == 1)
         engine = Engine(pair.far)
         await engine.open(SPEC)
         assert await engine.get(PATH) == 3
+        await until(lambda: pair.far.parts.counts["peer_checksum"] == 1)
         engine.leave()
 
 
@@ -184,7 +132,7 @@ async def test_a_home_serves_nothing_from_a_page_on_that_came_wrong(tmp_path: Pa
 async def test_a_cancelled_fetch_leaves_the_places_alone(tmp_path: Path, tier) -> None:
     """Once a cancelled fetch has ended, no byte of the places changes any more, and the peer is let go."""
     async with tier(tmp_path) as pair:
-        await computed(pair.far, PATH)
+        await computed(pair, PATH)
         for delay in (0.0, 0.001, 0.003):
             (source,) = await pair.tier.find(pair.shared, PATH, 0)
             places = blank(range(9))
@@ -212,6 +160,7 @@ async def test_windows_and_states_come_with_the_boundary_that_needs_them(tmp_pat
         await engine.call(wire.Commit(reserved.reservation, 0, 9))
         assert await engine.get(PATH) == 9
         engine.leave()
+        await pair.settled()
         near.join_fleet(pair.tier)
         mine = Engine(near)
         await mine.open(ALL)
@@ -245,9 +194,10 @@ async def test_keys_are_found_by_their_homes_and_fetched_by_position(tmp_path: P
         await engine.open(KEYED)
         await stored_keys(engine, keys_of(1, 2, 3))
         engine.leave()
+        await pair.settled()
         asked = [keys_of(n) for n in (3, 4, 1)]
-        assert await pair.tier.holders(pair.shared, 0, asked) == {keys_of(3): ["far"], keys_of(1): ["far"]}
-        source = await pair.tier.source("far", pair.shared, 0, keys_of(3, 4, 1))
+        assert await pair.tier.holders(pair.shared, 0, asked) == {keys_of(3): [pair.home], keys_of(1): [pair.home]}
+        source = await pair.tier.source(pair.home, pair.shared, 0, keys_of(3, 4, 1))
         places = [Place(0, at, [np.zeros(SIZE, np.uint8)]) for at in (2, 0)]
         assert None not in await source.fetch(places)
         source.close()
@@ -262,6 +212,7 @@ async def test_engines_see_and_get_keys_of_peers_and_push_their_own(tmp_path: Pa
         engine = Engine(pair.far)
         await engine.open(KEYED)
         await stored_keys(engine, keys_of(1, 2, 3))
+        await pair.settled()
         near.join_fleet(pair.tier)
         near.parts.peers.start()
         mine = Engine(near)
@@ -277,9 +228,39 @@ async def test_engines_see_and_get_keys_of_peers_and_push_their_own(tmp_path: Pa
         await mine.call(wire.Release(got.lease))
         await stored_keys(mine, keys_of(20, 21))
         await until(lambda: not near.parts.peers.busy)
+        there = wire.Exists(engine.opened.cache, 0, keys_of(20, 21))
+        await engine.call(there)
+        await pair.settled()
+        assert set((await engine.call(there)).states) <= {Presence.HOST, Presence.PEER}
         pushed = await engine.call(wire.AcquireKeys(engine.opened.cache, 0, keys_of(20, 21)))
         engine.verify(keys_of(20, 21), pushed.items[0])
         await engine.call(wire.Release(pushed.lease))
         engine.leave()
         mine.leave()
         assert idle(near) == []
+
+
+async def test_hosts_of_one_model_agree_on_a_page_where_each_can_resume(tmp_path: Path) -> None:
+    """States after 4 and 9 pages here, after 3 and 4 there: of 9 pages both can resume after 4, of 3 after none."""
+
+    async def states(store: Store, *pages: int) -> Engine:
+        engine = Engine(store)
+        await engine.open(ALL)
+        for number, page in enumerate(pages):
+            start = 0 if not number else pages[number - 1] + 1
+            part = PATH[: (page + 1) * ALL.stride]
+            want = wire.Want(2, np.array([page], "<i4").tobytes())
+            assert await engine.put(part, start, wants=(want,)) == page + 1 - start
+        return engine
+
+    async with direct(tmp_path, cache=ALL) as pair, storing(None) as near:
+        (await states(pair.far, 2, 3)).leave()
+        mine = await states(near, 3, 8)  # before it has peers: nothing is pushed
+        near.join_fleet(pair.tier)
+        others = (wire.Elsewhere("far", ALL),)
+        for keys, agreed in ((PATH, 4), (PATH[: 3 * ALL.stride], 0)):
+            matched = await mine.call(wire.Match(mine.opened.cache, 0, keys))
+            assert (await mine.call(wire.Agree(matched.handle, others, 5000))).pages == agreed
+        mine.leave()
+        await until(lambda: not near.parts.peers.busy)
+        near.parts.peers = None  # the tier is closed by whoever made it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -15,9 +16,10 @@ from kvtier.config import size
 from kvtier.ctl import main
 from kvtier.identity import GroupSpec
 from kvtier.policy.quota import Rule, parse
+from kvtier.store import persist, quotas
 from kvtier.store.quotas import Quotas
 from kvtier.types import Code, Kind, KvtierError, Tier
-from storekit import MIB, quiet, storing
+from storekit import MIB, quiet, storing, until
 
 PAGE = 65536
 
@@ -112,6 +114,68 @@ async def test_limits_that_change_hold_for_what_is_there(tmp_path):
         assert store.parts.check() == []
 
 
+class Halted:
+    """Moving under another rule stops after some nodes until `opened`."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+        self.opened = asyncio.Event()
+        self.stood = asyncio.Event()
+
+    async def paced(self, items):
+        """In place of `sliced`."""
+        for n, item in enumerate(items):
+            yield item
+            if n == self.after:
+                self.stood.set()
+                await self.opened.wait()
+
+
+async def test_while_leaves_move_under_another_rule_nobody_loses_and_nobody_waits_for_ever(tmp_path, monkeypatch):
+    """Halfway: others make room from all leaves, who is over waits and is served at the end; rules change again."""
+    halted = Halted(0)
+    monkeypatch.setattr(quotas, "sliced", halted.paced)
+    async with storing(tmp_path, host=4 * MIB) as store:
+        other, engine = await engine_of(store, b"b"), await engine_of(store, b"a")
+        for n in range(12):
+            await engine.put(path(n))
+        await quiet(store)
+        store.limit(limited(pages=12))
+        await halted.stood.wait()
+        assert store.parts.ways.quotas.moving
+        assert store.parts.check() == []
+        for n in range(8):
+            assert await other.put(path(n), wait_ms=5000) == 4, "all of host is to be had for it"
+        assert held(store, other, Tier.HOST) == 32
+        waiting = asyncio.create_task(engine.put(path(50), wait_ms=60_000))
+        await asyncio.sleep(0)
+        store.limit([*limited(pages=4, tenant=b"b"), *limited(pages=8)])
+        halted.opened.set()
+        assert await waiting == 4
+        await until(lambda: not store.parts.ways.quotas.moving)
+        assert store.parts.check() == []
+        assert held(store, engine, Tier.HOST) <= 8
+        await other.put(path(60), wait_ms=5000)
+        assert held(store, other, Tier.HOST) <= 4
+        assert store.parts.check() == []
+
+
+async def test_a_large_excess_on_disk_goes_in_slices(tmp_path, monkeypatch):
+    """A limit far below what is there: the next write makes room for itself, some of it at a time."""
+    monkeypatch.setattr(persist, "MOST_OWN", 2 * PAGE)
+    async with storing(tmp_path, host=8 * MIB) as store:
+        engine = await engine_of(store, b"a")
+        for n in range(12):
+            await engine.put(path(n))
+        await quiet(store)
+        store.limit(limited(pages=6, tier=Tier.DISK))
+        await engine.put(path(50))
+        await quiet(store)
+        assert held(store, engine, Tier.DISK) <= 6
+        assert await engine.get(path(50)) == 4
+        assert store.parts.check() == []
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(0, 9), st.integers(1, 6)), max_size=40),
        st.integers(1, 12))  # fmt: skip
@@ -153,7 +217,7 @@ def test_wrong_rules_are_refused(text):
 
 def test_no_rules_cost_nothing():
     """Without a rule nothing is counted."""
-    quotas = Quotas()
+    none = Quotas()
 
     class Cache:
         """A cache under no rule."""
@@ -163,7 +227,7 @@ def test_no_rules_cost_nothing():
 
             share = 0
 
-    assert not quotas.blocks(Cache, 1 << 40, Tier.HOST, lambda *_: pytest.fail("evicted"))
+    assert not none.blocks(Cache, 1 << 40, Tier.HOST, lambda *_: pytest.fail("evicted"))
 
 
 def test_operators_set_quotas_while_it_runs(daemon):

@@ -31,7 +31,7 @@ LAYERS = (
 SUBPARTS = {
     "radix": "index", "keyed": "index", "groups": "index", "leaves": "index",
     "limits": "tiers", "units": "types", "frames": "wire", "archive": "wire",
-    "config": "daemon", "companions": "daemon", "live": "daemon", "fleet": "daemon",
+    "config": "daemon", "companions": "daemon", "live": "daemon", "fleet": "daemon", "depots": "daemon",
 }  # fmt: skip
 """Modules that belong to a part without being named like it."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,47 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from hfkit import GREEDY, PAGE, Place, attached, enlarged, plain, prompt
 from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from kvtier.engines.dynamic import Layout, cache_argument, layout_of, new_cache, rope_kind
 from kvtier.engines.fingerprint import fingerprint, version
-from kvtier.engines.transformers import Attached, attach
+from kvtier.engines.images import Images
+from kvtier.engines.transformers import attach
 from kvtier.types import KvtierError
 
-PAGE = 16
-GREEDY = {"max_new_tokens": 12, "do_sample": False}
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """Two busy cores shared with the daemon: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-class Place(NamedTuple):
-    """A daemon, and a salt that keeps this test's KV apart from that of others."""
-
-    socket: Path
-    salt: bytes
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One daemon for the tests that leave it alone."""
-    with Daemon(tmp_path_factory.mktemp("shared"), host="256MiB", disk="256MiB") as running:
-        yield running
-        assert running.stop() == 0
-
-
-@pytest.fixture
-def place(shared: Daemon, request: pytest.FixtureRequest) -> Place:
-    """The shared daemon, empty as far as this test can see."""
-    return Place(shared.socket, request.node.name.encode())
 
 
 def llama(seed: int = 0, dtype: Any = None, **more: Any) -> Any:
@@ -63,12 +30,8 @@ def llama(seed: int = 0, dtype: Any = None, **more: Any) -> Any:
         "pad_token_id": 0,
     }  # fmt: skip
     torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(fields | more))).eval()
-    with torch.no_grad():
-        for tensor in model.parameters():
-            if tensor.ndim == 2:
-                tensor.mul_(4)
-    return model.to(dtype or torch.float32)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(fields | more)))
+    return enlarged(model).to(dtype or torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -77,26 +40,10 @@ def model() -> Any:
     return llama()
 
 
-def prompt(tokens: int, seed: int = 1) -> Any:
-    """A row of seeded token ids."""
-    return torch.from_numpy(np.random.default_rng(seed).integers(2, 300, (1, tokens)))
-
-
-def plain(model: Any, ids: Any, **options: Any) -> Any:
-    """What transformers gives without kvtier."""
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **(GREEDY | options))
-
-
 def fill(model: Any, ids: Any, cache: Any) -> None:
     """Compute the KV of a row of tokens."""
     with torch.no_grad():
         model(input_ids=ids, **{cache_argument(model): cache})
-
-
-def attached(model: Any, place: Place, instance: str | None = None, **more: Any) -> Attached:
-    """The model on the daemon, by a client of its own."""
-    fields = {"name": "tiny", "page_tokens": PAGE, "salt": place.salt}
-    return attach(model, client=Client(place.socket, instance=instance), **(fields | more))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -128,7 +75,7 @@ def test_a_cell_is_the_keys_of_its_tokens_and_then_the_values(model: Any):
 
 def test_keys_and_values_may_have_different_widths():
     """A cell holds K rows of one width and V rows of another, as in expanded MLA."""
-    layout = Layout(4, 3, 6, 2, torch.float32, (torch.device("cpu"),) * 2)
+    layout = Layout(4, 3, 6, 2, torch.float32, dict.fromkeys(range(2), torch.device("cpu")))
     cache, back = transformers.DynamicCache(), transformers.DynamicCache()
     for number in range(2):
         cache.update(torch.rand(1, 3, 9, 6), torch.rand(1, 3, 9, 2), number)
@@ -160,7 +107,7 @@ def test_loaded_kv_is_what_was_computed(model: Any, place: Place):
         kv.generate(ids, **GREEDY)
         path = kv.cache.match(_keys(ids[0, :80]))
         cache, want = new_cache(model), new_cache(model)
-        assert kv._load([path], [0], cache) == 80
+        assert kv._load([path], [0], cache, Images(None, ids[0], {})) == 80
         path.close()
     fill(model, ids, want)
     for ours, theirs in zip(cache.layers, want.layers, strict=True):
@@ -241,12 +188,7 @@ def gemma() -> Any:
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, sliding_window=32, layer_types=kinds * 2,
         bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    model = transformers.Gemma3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for tensor in model.parameters():
-            if tensor.ndim == 2:
-                tensor.mul_(4)
-    return model
+    return enlarged(transformers.Gemma3ForCausalLM(config))
 
 
 def test_a_sliding_window_model_gives_the_same_tokens_from_any_branch(place: Place):
@@ -428,19 +370,15 @@ def test_a_model_in_training_is_refused(tmp_path: Any):
 
 
 def test_models_whose_kv_cannot_be_shared_are_refused_by_name(tmp_path: Any):
-    """Recurrent state and ropes that depend on the whole length: named at attach, not wrong later."""
-    linear = transformers.Qwen3NextForCausalLM(
-        transformers.Qwen3NextConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, layer_types=["linear_attention", "full_attention"], num_experts=2,
-            num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-            linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-        )
-    )  # fmt: skip
+    """Recurrent state alone and ropes that depend on the whole length: named at attach, not wrong later."""
+    config = transformers.Mamba2Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=1
+    )
+    linear = transformers.Mamba2ForCausalLM(config)
     dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with Client(tmp_path / "nobody.sock") as client:
         for model, match in (
-            (linear.eval(), r"model.layers\[0\].*LinearAttention"),
+            (linear.eval(), "recurrent state alone"),
             (llama(rope_parameters=dynamic), "rope"),
         ):
             with pytest.raises(KvtierError, match=match):

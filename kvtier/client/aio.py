@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -215,6 +215,13 @@ class AsyncPath(KeyPath):
     async def push(self, to: str) -> None:
         """Give the peer `to` the pages that are here, and the rest as it is committed."""
         await self.cache.client.attempt(self._pushing(to), None)
+
+    async def agree(self, others: Mapping[str, CacheSpec], wait_ms: int = 200) -> int:
+        """Of a model spread over hosts: how many pages this host's daemon and all `others` can serve.
+
+        `others`: peers' names and the specs of their parts (identity.part_of). 0 where one does not say in time.
+        """
+        return await self.cache.client.attempt(self._agreeing(others, wait_ms), 0, wait_ms / 1000)
 
     async def close(self) -> None:
         """Drop the daemon's handle; matching again makes a new one."""

@@ -5,7 +5,7 @@ The sync and the async client inherit these and add one line of I/O per verb.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -131,6 +131,8 @@ class KeyPath:
         """Pages after them that somebody is about to commit."""
         self.asking = False
         """Whether other hosts are being asked for more: `acquire()` of all waits for them."""
+        self.known = 0
+        """In a cache with state groups: pages that are served along the path, whether or not a state point is there."""
         self.segments: tuple[wire.Segment, ...] = ()
         self.load_s: tuple[float, ...] = ()
         """Seconds to load each segment, where the cache's `prefill` is set."""
@@ -159,6 +161,7 @@ class KeyPath:
         if keys:
             self._keys.append(keys)
         handle, self.pages, self.pending, self.segments, self.asking = self._handle, 0, 0, (), False
+        self.known = 0
         self.load_s, self.recompute_s, self.cut = (), (), -1
         self._handle = 0
         rate = self.cache.prefill
@@ -179,7 +182,7 @@ class KeyPath:
         self._joined, self._epoch, self._handle = joined, self.cache.epoch, reply.handle
         self.pages, self.pending, self.segments = reply.pages, reply.pending, reply.segments
         self.load_s, self.recompute_s, self.cut = reply.load_s, reply.recompute_s, reply.cut
-        self.asking = reply.asking
+        self.asking, self.known = reply.asking, reply.known
 
     def _handled(self) -> Steps[tuple[Joined, int]]:
         """The connection and the handle on it, matching again where either is gone."""
@@ -224,6 +227,10 @@ class KeyPath:
             )
         )
 
+    def next_room(self, start: int, pages: int, wait_ms: int) -> wire.Reserve:
+        """The request for slots of full groups that goes out before another was answered, on the handle as it is."""
+        return wire.Reserve(self._handle, start, pages, (), wait_ms)
+
     def _prefetching(self) -> Steps[None]:
         """Bring matched pages to host."""
         yield from self._asking(wire.Prefetch, wire.Ok)
@@ -235,6 +242,12 @@ class KeyPath:
     def _pushing(self, to: str) -> Steps[None]:
         """Give a peer the pages of the path."""
         yield from self._asking(lambda handle: wire.Push(handle, to), wire.Ok)
+
+    def _agreeing(self, others: Mapping[str, CacheSpec], wait_ms: int) -> Steps[int]:
+        """Ask how much of the path all hosts of the model have."""
+        parts = tuple(wire.Elsewhere(host, spec) for host, spec in others.items())
+        reply = yield from self._asking(lambda handle: wire.Agree(handle, parts, wait_ms), wire.Agreed)
+        return reply[1].pages
 
     def _closing(self) -> Steps[None]:
         """Drop the handle."""

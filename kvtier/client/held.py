@@ -98,7 +98,7 @@ class HeldLease(Slots):
         How many leading rows are right: the first item that is absent or wrong ends it. For many small pages this
         costs a fraction of as many `read`s.
         """
-        self._expect_rows(out, "out", self.cache.spec.groups[group].item_bytes)
+        self.expect_rows(out, "out", self.cache.spec.groups[group].item_bytes)
         if self.cache.groups[group].slots_per_item > 1:
             good = (self.read(group, first + at, row) for at, row in enumerate(out))
             return sum(1 for _ in itertools.takewhile(bool, good))
@@ -246,7 +246,7 @@ class HeldReservation(Slots):
         pages are not of it or are committed.
         """
         part, spec = self.cache.slice_of(group), self.cache.spec.groups[group]
-        self._expect_rows(data, "data", spec.item_bytes if part is None else part.cells * spec.cell_bytes)
+        self.expect_rows(data, "data", spec.item_bytes if part is None else part.cells * spec.cell_bytes)
         at = first - self.start
         if self.lost or at < 0 or at + len(data) > self.pages or any(self._committed[at : at + len(data)]):
             return False
@@ -287,6 +287,12 @@ class HeldReservation(Slots):
         known = tuple(wire.Sums(group, part.tobytes()) for group, part in parts if part.any())
         return wire.Commit(self.number, first, pages, known)
 
+    def commit_now(self, first: int, pages: int) -> wire.Commit:
+        """The request that commits pages, which are not written any more from now on."""
+        at = first - self.start
+        self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
+        return self.committing(first, pages)
+
     def _committing(self, first: int | None, pages: int | None) -> Steps[int]:
         """Say that pages are written; how many pages of the reservation are served now."""
         first = self.start if first is None else first
@@ -294,9 +300,7 @@ class HeldReservation(Slots):
         if not self._holds() or not pages:
             return 0
         assert self._joined is not None
-        at = first - self.start
-        self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
-        reply = yield Call(self._joined, self.committing(first, pages), wire.Committed)
+        reply = yield Call(self._joined, self.commit_now(first, pages), wire.Committed)
         committed = cast("wire.Committed", reply)
         self.waiting = committed.waiting
         return committed.published

@@ -164,7 +164,7 @@ class Slots:
                     yield Span(lo - first + begin, rows, sums[begin : begin + len(rows)])
 
     @staticmethod
-    def _expect_rows(data: Bytes, field: str, width: int) -> None:
+    def expect_rows(data: Bytes, field: str, width: int) -> None:
         """Raise bad_request unless it is rows of so many bytes."""
         if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != width:
             raise bad(field, f"uint8 rows of {width} bytes", (data.dtype.name, data.shape))

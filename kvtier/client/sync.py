@@ -6,7 +6,7 @@ import os
 import pathlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -14,8 +14,10 @@ from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached, fence
 from kvtier.client.held import HeldLease, HeldReservation, Share, shared
+from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
+from kvtier.client.putting import SLOW_BYTES_S, putting
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
 from kvtier.identity import CacheSpec, Slice
@@ -233,6 +235,15 @@ class Path(KeyPath):
         got = self.cache.client.attempt(self._reserving(start, pages, wants, wait_ms, device), None, wait_ms / 1000)
         return Reservation(self.cache, start, got)
 
+    def put(self, first: int, data: Sequence[Bytes], wait_ms: int = 50) -> int:
+        """Store pages from `first` on: how many of them, from the first, are served now.
+
+        `data` has rows [pages, bytes] for each group, as `write_pages` takes them; a page that is cached is left as it
+        is. Faster than to reserve, write and commit one after another. Raises bad_request unless all groups are full.
+        """
+        wait_s = wait_ms / 1000 + sum(rows.nbytes for rows in data) / SLOW_BYTES_S
+        return self.cache.client.attempt(putting(self, first, data, wait_ms), 0, wait_s)
+
     def prefetch(self) -> None:
         """Bring the matched pages to host without leasing them."""
         self.cache.client.attempt(self._prefetching(), None)
@@ -248,6 +259,13 @@ class Path(KeyPath):
     def push(self, to: str) -> None:
         """Give the peer `to` the pages that are here, and the rest as it is committed."""
         self.cache.client.attempt(self._pushing(to), None)
+
+    def agree(self, others: Mapping[str, CacheSpec], wait_ms: int = 200) -> int:
+        """Of a model spread over hosts: how many pages this host's daemon and all `others` can serve.
+
+        `others`: peers' names and the specs of their parts (identity.part_of). 0 where one does not say in time.
+        """
+        return self.cache.client.attempt(self._agreeing(others, wait_ms), 0, wait_ms / 1000)
 
     def close(self) -> None:
         """Drop the daemon's handle; matching again makes a new one."""

@@ -35,6 +35,7 @@ def export(call: Call, show: bool, file: Path, of: wire.Prompt) -> Data:
         begun: Data = admin.ask(wire.Export(of), wire.Info).data
         try:
             with _naming(file):
+                part.unlink(missing_ok=True)  # of an export that was cut off, or a trap of another user's
                 out = open(part, "wb", opener=_private)  # noqa: SIM115 - its opener; closed below
             with out:
                 size = _fetch(admin, int(begun["export"]), out)
@@ -66,7 +67,7 @@ def _naming(file: Path) -> Iterator[None]:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
 
 
 def _sync(folder: Path) -> None:

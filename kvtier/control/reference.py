@@ -37,7 +37,7 @@ def document() -> str:
         'Completion: `eval "$(kvtierctl completion bash)"`.',
     ]
     for words, text in commands(context(main, "kvtierctl"), main):
-        lines += ["", f"## {words}", "", "```", text, "```"]
+        lines += ["", f"## {words}", "", "```text", text, "```"]
     return "\n".join(lines) + "\n"
 
 

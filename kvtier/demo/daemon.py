@@ -14,6 +14,7 @@ from typing import Final, Self
 
 from kvtier.client import Client
 
+COMMAND: Final = (sys.executable, "-m", "kvtier.daemon")
 START_S: Final = 30.0
 STOP_S: Final = 20.0
 
@@ -22,7 +23,14 @@ class Daemon:
     """Starts, kills and restarts kvtierd with its sockets, disk tier and log in `home`; a context manager."""
 
     def __init__(
-        self, home: Path, *, host: str, disk: str, flags: Sequence[str] = (), env: dict[str, str] | None = None
+        self,
+        home: Path,
+        *,
+        host: str,
+        disk: str,
+        flags: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        command: Sequence[str] = COMMAND,
     ) -> None:
         """`host` and `disk` are sizes of the tiers, such as 64MiB; `flags` and `env` are more for the command."""
         self.home = home
@@ -31,6 +39,7 @@ class Daemon:
         self._sizes = (host, disk)
         self.flags = ["--http-port=0", *flags]
         self._env = env or {}
+        self._command = [*command]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -40,7 +49,7 @@ class Daemon:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "kvtier.daemon", *flags, f"--disk-path={self.home / 'disk'}", *self.flags],
+                [*self._command, *flags, f"--disk-path={self.home / 'disk'}", *self.flags],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment | self._env, cwd=self.home,
             )  # fmt: skip
         deadline = time.monotonic() + START_S

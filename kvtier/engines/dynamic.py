@@ -10,6 +10,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from kvtier.engines.states import States, states_of
 from kvtier.identity import GroupSpec
 from kvtier.types import Kind, bad
 
@@ -19,6 +20,10 @@ LENGTH_ROPES: Final = frozenset({"dynamic", "longrope"})
 
 WHOLE: Final = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers whose KV can be kept for every token."""
+ATTENDING: Final = frozenset({"DynamicLayer", "LinearAttentionAndFullAttentionLayer"})
+RECURRENT: Final = frozenset({"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"})
+EMPTY: Final = frozenset({"DummyLayer"})
+"""Layers of a cache by the names that releases of transformers give them."""
 
 
 class Layout(NamedTuple):
@@ -29,8 +34,10 @@ class Layout(NamedTuple):
     key_dim: int
     value_dim: int
     dtype: Any
-    devices: tuple[Any, ...]
-    """Where each layer keeps its KV."""
+    devices: dict[int, Any]
+    """The layers that have KV, and where each keeps it."""
+    states: States | None = None
+    """What recurrent layers keep besides; None: there are none."""
 
     @property
     def key_bytes(self) -> int:
@@ -39,7 +46,7 @@ class Layout(NamedTuple):
 
     @property
     def group(self) -> GroupSpec:
-        """The one group of such a model."""
+        """The group of the layers that have KV."""
         value_bytes = int(self.page_tokens * self.value_dim * self.dtype.itemsize)
         return GroupSpec(Kind.FULL, len(self.devices), self.heads, self.key_bytes + value_bytes)
 
@@ -48,12 +55,12 @@ class Layout(NamedTuple):
 
         `rows`: uint8, [pages, item_bytes], in CPU memory, enough of them for each row.
         """
-        for number, device in enumerate(self.devices):
+        for at, (number, device) in enumerate(self.devices.items()):
             shape = (len(rows), self.heads, columns)
             keys = torch.zeros((*shape, self.key_dim), dtype=self.dtype)
             values = torch.zeros((*shape, self.value_dim), dtype=self.dtype)
             for row, (pages, pad) in enumerate(zip(rows, pads, strict=True)):
-                for out, tokens in zip((keys, values), self._tokens(pages, number), strict=True):
+                for out, tokens in zip((keys, values), self._tokens(pages, at), strict=True):
                     out[row, :, pad:] = tokens[:, : max(0, columns - pad)]
             cache.update(keys.to(device), values.to(device), number)
 
@@ -70,19 +77,23 @@ class Layout(NamedTuple):
         group = self.group
         out = torch.empty((pages, group.layers, group.heads, group.cell_bytes), dtype=torch.uint8)
         span = slice(pad + first * self.page_tokens, pad + (first + pages) * self.page_tokens)
-        for number, layer in enumerate(cache.layers):
-            at = 0
+        for cells, number in zip(out.unbind(1), self.devices, strict=True):
+            layer, at = cache.layers[number], 0
             for tensor in (layer.keys, layer.values):
                 part = tensor[row, :, span].contiguous().view(torch.uint8).reshape(group.heads, pages, -1)
-                out[:, number, :, at : at + part.shape[-1]].copy_(part.transpose(0, 1))
+                cells[:, :, at : at + part.shape[-1]].copy_(part.transpose(0, 1))
                 at += part.shape[-1]
         return out.view(pages, group.item_bytes)
 
     def holds(self, cache: Any, rows: int = 1) -> bool:
         """Whether a cache's tensors are of this layout, as under the autocast mode of the probe."""
-        return len(cache.layers) == len(self.devices) and all(
-            layer.keys.dtype == layer.values.dtype == self.dtype and layer.keys.shape[0] == rows
-            for layer in cache.layers
+        layers = [cache.layers[number] for number in self.devices if number < len(cache.layers)]
+        return (
+            len(layers) == len(self.devices)
+            and all(
+                layer.keys.dtype == layer.values.dtype == self.dtype and layer.keys.shape[0] == rows for layer in layers
+            )
+            and (self.states is None or self.states.holds(cache, rows))
         )
 
 
@@ -98,8 +109,13 @@ def new_cache(model: Any, static: int = 0) -> Any:
     """
     if static:
         return StaticCache(config=model.config, max_cache_len=static)
-    kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    return DynamicCache() if kinds <= WHOLE else DynamicCache(config=model.config)
+    kinds = list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    if set(kinds) <= WHOLE:
+        return DynamicCache()
+    cache = DynamicCache(config=model.config)
+    layers = zip(kinds, cache.layers, strict=False)
+    cache.layers[: len(kinds)] = [DynamicLayer() if kind in WHOLE else layer for kind, layer in layers]
+    return cache
 
 
 def layout_of(model: Any, page_tokens: int) -> Layout:
@@ -109,17 +125,29 @@ def layout_of(model: Any, page_tokens: int) -> Layout:
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
-    shapes = set()
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer or not layer.is_initialized:
-            raise bad(f"model.layers[{number}]", "full attention with KV of its own", type(layer).__name__)
-        shapes.add((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.dtype))
-        if layer.keys.shape[:3] != layer.values.shape[:3] or layer.values.dtype != layer.keys.dtype:
-            raise bad(f"model.layers[{number}]", "K and V of equal heads and type", tuple(layer.values.shape))
+    layers = _attending(cache)
+    shapes = {
+        (each.keys.shape[1], each.keys.shape[3], each.values.shape[3], each.keys.dtype) for each in layers.values()
+    }
     if len(shapes) != 1:
-        raise bad("model.layers", "layers of one shape", shapes)
+        raise bad("model.layers", "layers with KV, of one shape", shapes or "recurrent state alone")
     heads, key_dim, value_dim, dtype = shapes.pop()
-    return Layout(page_tokens, heads, key_dim, value_dim, dtype, tuple(layer.keys.device for layer in cache.layers))
+    devices = {number: layer.keys.device for number, layer in layers.items()}
+    return Layout(page_tokens, heads, key_dim, value_dim, dtype, devices, states_of(cache))
+
+
+def _attending(cache: Any) -> dict[int, Any]:
+    """The layers of a cache that have KV, by number; raises bad_request for those whose cache cannot be shared."""
+    found = {}
+    for number, layer in enumerate(cache.layers):
+        name = type(layer).__name__
+        if name in ATTENDING and layer.is_initialized:
+            if layer.keys.shape[:3] != layer.values.shape[:3] or layer.values.dtype != layer.keys.dtype:
+                raise bad(f"model.layers[{number}]", "K and V of equal heads and type", tuple(layer.values.shape))
+            found[number] = layer
+        elif name not in RECURRENT | EMPTY:
+            raise bad(f"model.layers[{number}]", "full attention with KV of its own, or recurrent state", name)
+    return found
 
 
 def _refuse(config: Any) -> None:

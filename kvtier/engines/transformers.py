@@ -13,10 +13,13 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 from transformers import GenerationConfig
+from transformers import __version__ as release
 
 from kvtier.client import Cache, Client, Path, page_keys
 from kvtier.engines.dynamic import cache_argument, layout_of, new_cache
 from kvtier.engines.fingerprint import fingerprint, version
+from kvtier.engines.images import INPUTS, TYPES, Images, forget_positions, placeholder
+from kvtier.engines.points import Points
 from kvtier.identity import CacheSpec
 from kvtier.types import Tier, bad
 
@@ -32,6 +35,17 @@ ALLOWED: Final = frozenset(vars(GenerationConfig())) | {
 ONE_SEQUENCE: Final = {"num_beams": 1, "num_return_sequences": 1}
 UNTOUCHED: Final = ("prompt_lookup_num_tokens", "use_cache")
 CACHES: Final = frozenset({None, "dynamic", "static"})
+PREFILL: Final[dict[str, Any]] = ONE_SEQUENCE | {"max_new_tokens": 1, "do_sample": False, "use_cache": True}
+"""A `generate` that computes its tokens and nothing else: what it chooses next is dropped."""
+
+
+class Read(NamedTuple):
+    """What was read of a path."""
+
+    pages: Any
+    """uint8, [pages, item_bytes]."""
+    state: Any = None
+    """uint8, [item_bytes]: the state after them, where the model keeps one."""
 
 
 class Use(NamedTuple):
@@ -91,26 +105,33 @@ class Attached:
     def generate(self, input_ids: Any, attention_mask: Any = None, **options: Any) -> Any:
         """What `model.generate` gives for token ids ([tokens] or [rows, tokens], padded on the left) or a text.
 
-        Takes the options of GenerationConfig (cache_implementation: dynamic or static) and logits_processor,
-        stopping_criteria, streamer. Raises bad_request for inputs that token ids do not identify (images, embeddings,
-        padding elsewhere), for several sequences a row and beams. The rows of a batch load equally many columns.
+        Takes the options of GenerationConfig (cache_implementation: dynamic or static), logits_processor,
+        stopping_criteria, streamer, and for one sequence its images as the model's processor gives them. Raises
+        bad_request for inputs that neither identify (embeddings, padding elsewhere), for several sequences a row and
+        beams. The rows of a batch load equally many columns.
         """
         ids = self._ids(input_ids)
         mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask).to(ids.device)
+        given = {name: options.pop(name) for name in (*INPUTS, TYPES) if options.get(name) is not None}
         pads = self._check(ids, mask, options)
+        images = self._images(ids, pads, given)
         self._notice_new_weights()
         began = time.perf_counter()
         cache = new_cache(self.model, self._static(ids, options))
         # One token is always left to compute: its logits choose the first new one.
         prompts = [row[pad:-1].cpu().numpy() for row, pad in zip(ids, pads, strict=True)]
-        paths = [self.cache.match(page_keys(self.spec, prompt)) for prompt in prompts]
+        paths = [self.cache.match(self._keys(prompt, images)) for prompt in prompts]
         tiers = tuple((Tier(segment.tier).name.lower(), segment.pages) for p in paths for segment in p.segments)
-        columns = self._load(paths, pads, cache)
+        columns = self._load(paths, pads, cache, images)
         loaded = time.perf_counter()
-        out = self.model.generate(ids, attention_mask=mask, **{self._argument: cache}, **options)
+        points = self._prefill(ids, mask, cache, pads, columns, [path.known for path in paths])
+        if points is not None:
+            options["stopping_criteria"] = points.watch(options.get("stopping_criteria"))
+        given = {name: given[name] for name in given if name not in INPUTS} | images.rest(columns - pads[0])
+        out = self.model.generate(ids, attention_mask=mask, **{self._argument: cache}, **given, **options)
         ended = time.perf_counter()
         rows = getattr(out, "sequences", out)
-        stored = self._store_rows(paths, pads, cache, rows)
+        stored = self._store_rows(paths, pads, cache, rows, points, images)
         hit = sum(max(0, columns - pad) for pad in pads)
         self.last = Use(ids.numel() - sum(pads), hit, tiers, loaded - began, stored, time.perf_counter() - ended)
         return out
@@ -150,14 +171,17 @@ class Attached:
         self.layout = layout_of(self.model, self._page_tokens)
         self._adapter = _adapters(self.model)
         self._version = version(self.model)
+        states = self.layout.states
         self.spec = CacheSpec(
             model=self._name,
             fingerprint=fingerprint(self.model, exact=exact),
             kv_dtype=str(self.layout.dtype).removeprefix("torch."),
             page_tokens=self._page_tokens,
-            groups=(self.layout.group,),
+            groups=(self.layout.group, *([states.group] if states else ())),
+            backend=f"transformers {release}" if states else "",
             adapter=self._adapter,
             salt=self._salt,
+            extras=placeholder(self.model.config) is not None,
         )
         self.cache: Cache = self.client.open(self.spec)
 
@@ -199,6 +223,25 @@ class Attached:
             raise bad("cache_implementation", "dynamic or static", got)
         return [int(pad) for pad in (mask == 0).sum(dim=1)]
 
+    def _images(self, ids: Any, pads: list[int], given: dict[str, Any]) -> Images:
+        """The images of a request, of which there may be none; raises bad_request where there cannot be any."""
+        token = placeholder(self.model.config)
+        if token is not None:
+            forget_positions(self.model)
+        if given:
+            what = next(iter(given))
+            if token is None:
+                raise bad(what, "nothing: the model's configuration names no token for images")
+            if len(ids) > 1 and given.keys() - {TYPES}:
+                raise bad(what, "one sequence where there are images", len(ids))
+            if self.layout.states is not None:
+                raise bad(what, "nothing: images and recurrent state are not shared together yet")
+        return Images(token, ids[0, pads[0] :], given)
+
+    def _keys(self, tokens: Any, images: Images) -> bytes:
+        """Keys of the whole pages of a row of tokens."""
+        return page_keys(self.spec, tokens, images.extras(self._page_tokens))
+
     def _static(self, ids: Any, options: dict[str, Any]) -> int:
         """Tokens that a StaticCache must have room for; 0 where none is asked for. kvtier brings it itself."""
         kind = self._option("cache_implementation", options)
@@ -216,49 +259,90 @@ class Attached:
 
     # -- pages ---------------------------------------------------------------------------------------------------
 
-    def _load(self, paths: list[Path], pads: list[int], cache: Any) -> int:
-        """Copy the cached prefixes into `cache`; how many columns it has then: as many as every row has."""
-        rows = [self._read(path) for path in paths]
-        ends = [pad + len(pages) * self._page_tokens for pad, pages in zip(pads, rows, strict=True)]
-        columns = min(ends)
-        if columns <= min(pads):
+    def _load(self, paths: list[Path], pads: list[int], cache: Any, images: Images) -> int:
+        """Copy the cached prefixes into `cache`; how many columns it has then: as many as every row has.
+
+        Where the model keeps states, that is where every row has a state point.
+        """
+        states, size = self.layout.states, self._page_tokens
+        if states is not None and not Points.possible(size, pads):
             return 0
-        self.layout.load(cache, rows, pads, columns)
+        rows = [self._read(path) for path in paths]
+        ends = [pad + len(row.pages) * size for pad, row in zip(pads, rows, strict=True)]
+        while states is not None and max(ends) > min(ends) > max(pads):
+            limits = [(min(ends) - pad) // size for pad in pads]
+            rows = [self._read(path, limit) for path, limit in zip(paths, limits, strict=True)]
+            ends = [pad + len(row.pages) * size for pad, row in zip(pads, rows, strict=True)]
+        columns = pads[0] + images.fits(min(ends) - pads[0])
+        if columns <= (min(pads) if states is None else max(pads)):
+            return 0
+        self.layout.load(cache, [row.pages for row in rows], pads, columns)
+        if states is not None:
+            states.put(cache, [row.state for row in rows])
         return columns
 
-    def _read(self, path: Path) -> Any:
-        """The cached pages of a path: uint8, [pages, item_bytes]. One that is lost or wrong ends them."""
-        if not (path.pages or path.asking):
-            return torch.empty((0, self.layout.group.item_bytes), dtype=torch.uint8)
-        with path.acquire(-1 if path.asking else path.pages) as lease:
-            rows = torch.empty((lease.pages, self.layout.group.item_bytes), dtype=torch.uint8)
+    def _read(self, path: Path, limit: int = -1) -> Read:
+        """The cached pages of a path (of the first `limit`), and the state after them.
+
+        One that is lost or wrong ends them; without its state, a page is nothing.
+        """
+        group, states = self.layout.group, self.layout.states
+        nothing = Read(torch.empty((0, group.item_bytes), dtype=torch.uint8))
+        if not (path.pages or path.asking) or not limit:
+            return nothing
+        with path.acquire(limit if limit > 0 or path.asking else path.pages) as lease:
+            rows = torch.empty((lease.pages, group.item_bytes), dtype=torch.uint8)
             pages = 0
             while pages < lease.pages and lease.read(0, pages, rows[pages].numpy()):
                 pages += 1
-        return rows[:pages]
+            if states is None:
+                return Read(rows[:pages])
+            state = torch.empty(states.group.item_bytes, dtype=torch.uint8)
+            whole = pages and pages == lease.pages and lease.read(1, pages - 1, state.numpy())
+        return Read(rows, state) if whole else nothing
 
-    def _store_rows(self, paths: list[Path], pads: list[int], cache: Any, rows: Any) -> int:
+    def _prefill(
+        self, ids: Any, mask: Any, cache: Any, pads: list[int], loaded: int, known: list[int]
+    ) -> Points | None:
+        """Where the model keeps states: compute the prompt up to its last state point; all that were taken."""
+        states = self.layout.states
+        if states is None or not Points.possible(self._page_tokens, pads):
+            return None
+        points = Points(states, cache, self._page_tokens, pads)
+        for column in points.stops(loaded, ids.shape[1], known):
+            part = {"attention_mask": mask[:, :column], self._argument: cache}
+            self.model.generate(ids[:, :column], **part, **PREFILL)
+            points.take(column)
+        return points
+
+    def _store_rows(
+        self, paths: list[Path], pads: list[int], cache: Any, rows: Any, points: Points | None, images: Images
+    ) -> int:
         """Give back the whole pages of every row; how many the daemon did not have."""
         length, stored = int(cache.get_seq_length()), 0  # the last token's KV has not been computed
-        if self.layout.holds(cache, len(paths)):
+        if self.layout.holds(cache, len(paths)) and (self.layout.states is None or points is not None):
             for row, (path, pad) in enumerate(zip(paths, pads, strict=True)):
                 tokens = rows[row, pad : min(length, len(rows[row]))].cpu().numpy()
-                stored += self._store(path, cache, tokens, row, pad)
+                path.extend(self._keys(tokens, images)[len(path.keys) :])
+                last = len(tokens) // self._page_tokens
+                stored += self._store(path, cache, last, row, pad, points.items(row) if points else {})
         for path in paths:
             path.close()
         return stored
 
-    def _store(self, path: Path, cache: Any, tokens: Any, row: int, pad: int) -> int:
-        """Give back the whole pages of one row; how many the daemon did not have."""
-        last = len(tokens) // self._page_tokens
-        path.extend(page_keys(self.spec, tokens)[len(path.keys) :])
+    def _store(self, path: Path, cache: Any, last: int, row: int, pad: int, states: dict[int, Any]) -> int:
+        """Give back `last` whole pages of one row, and states by page; how many pages the daemon did not have."""
         stored, first = 0, path.pages
         while first < last:
-            with path.reserve(first, last - first, wait_ms=RESERVE_MS) as held:
+            wants = [(1, [page for page in states if first <= page < last])] if states else []
+            with path.reserve(first, last - first, wants, wait_ms=RESERVE_MS) as held:
                 if not held.pages:
                     break
                 pages = self.layout.export(cache, first, held.pages, row, pad)
                 written = sum(held.write(0, first + i, pages[i].numpy()) for i in range(held.pages))
+                for page in range(first, first + held.pages):
+                    if page in states:
+                        held.write(1, page, states[page].numpy())
                 if not held.commit():
                     break
                 stored += written

@@ -19,7 +19,8 @@ SAMPLES: Final = 16
 """Pieces read of each tensor of a safetensors file."""
 SAMPLE_BYTES: Final = 256
 STEP: Final = 1 << 20
-"""Other files: a piece is read in each of so many bytes."""
+"""Other files: a piece is read in each of so many bytes, and at least PIECES of them: small files nearly whole."""
+PIECES: Final = 4096
 CHUNK: Final = 16 << 20
 HEADER_MAX: Final = 256 << 20
 
@@ -41,6 +42,24 @@ def weights_digest(model: str, config: Mapping[str, Any], *settings: object, exa
         _add(digest, path.name.encode())
         _add(digest, whole(path) if exact else sample(path))
     return digest.digest()
+
+
+def local_weights(model: str, revision: str | None) -> str:
+    """The folder or file on this host that holds a model's weights; raises bad_request where there is none."""
+    if Path(model).exists():
+        return model
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with every engine that takes such names
+
+    try:
+        return str(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception as exc:  # whatever the hub's client says
+        raise bad("model", "weights on this host, or `fingerprint` in the configuration", f"{model} ({exc})") from exc
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The configuration beside a folder's weights; empty where they are a file that has its own inside."""
+    path = Path(model) / "config.json"
+    return dict(json.loads(path.read_bytes())) if path.exists() else {}
 
 
 def weight_files(place: Path) -> Iterator[Path]:
@@ -66,7 +85,7 @@ def sample(path: Path) -> bytes:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         state.update(struct.pack("<Q", size))
-        spans = _tensors(file, size) if path.suffix == ".safetensors" else [(0, size, max(1, size // STEP))]
+        spans = _tensors(file, size) if path.suffix == ".safetensors" else [(0, size, max(PIECES, size // STEP))]
         for begin, end, count in spans:
             for at in range(begin, end, max(SAMPLE_BYTES, (end - begin) // count)):
                 file.seek(at)

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.identity import CacheSpec, chain_keys
 from kvtier.index.check import checking
 from kvtier.index.copies import Copies, Dropped
-from kvtier.index.node import TIERS, Node
+from kvtier.index.node import TIERS, Node, blank
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY
 
@@ -126,9 +126,8 @@ class Index(Copies):
         return keep
 
     def _truncate(self, node: Node, keep: int) -> None:
-        assert all(held is None or all(h == NO_COPY for h in held[keep:]) for held in node.at), (
-            "truncated pages still had copies"
-        )
+        hole = blank(node.pages - keep).tobytes()
+        assert all(held is None or held[keep:].tobytes() == hole for held in node.at), "truncated pages had copies"
         self.version += 1
         self.pages -= node.pages - keep
         node.edge = node.edge[: keep * self.stride]
@@ -203,14 +202,17 @@ class Index(Copies):
             yield node
             stack += (node.children or {}).values()
 
-    def move_to(self, share: int) -> None:
-        """Belong to another quota from now on; costs as much as there are nodes."""
-        if share == self.share:
-            return
-        self.share = share
+    def move_to(self, share: int) -> Iterator[None]:
+        """Belong to another quota from now on; every step finds one more node there. It may change between steps.
+
+        Until the last step a node may be found under either, by whoever looks under all.
+        """
+        self.share, self.moving = share, True
         for node in self.walk():
             for order in self.orders.values():
                 order.moved(self, node)
+            yield
+        self.moving = False
 
     def checking(self) -> Iterator[list[str]]:
         """Broken invariants, in words, in steps between which it may change; see kvtier.index.check.checking."""

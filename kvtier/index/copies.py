@@ -54,6 +54,8 @@ class Copies:
         self.heat = heat
         self.share = 0
         """Whose leaves these are in the orders: 0, or the number of a quota."""
+        self.moving = False
+        """Whether leaves may still be queued under the quota that this was of before."""
         self.held = [[0] * self.groups for _ in range(TIERS)]
         """Copies by tier and group."""
         self.watch: Watch | None = None
@@ -184,23 +186,27 @@ class Copies:
         return out
 
     def _gain(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
-        """Account for new copies; the first in a subtree shows all the way up."""
+        """Account for new copies, and offer the leaf that they make."""
+        self._arrive(node, tier, lo, hi, copies)
+        if not node.below[tier]:
+            self._offer_all(node)
+
+    def _arrive(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
+        """Count new copies; the first in a subtree shows all the way up."""
         before = node.count[tier]
         node.count[tier] = before + copies
         self.copies[tier] += copies
         self.version += 1
         if (order := self.orders.get(tier)) is not None:
             order.policy.gain(self, node, lo, hi, copies)
-        if node.below[tier]:
+        if node.below[tier] or before:
             return
-        if before == 0:
-            up = node.parent
-            while up is not None:
-                up.below[tier] += 1
-                if up.below[tier] > 1 or up.count[tier]:
-                    break
-                up = up.parent
-        self._offer_all(node)
+        up = node.parent
+        while up is not None:
+            up.below[tier] += 1
+            if up.below[tier] > 1 or up.count[tier]:
+                break
+            up = up.parent
 
     def _told(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
         """Copies of pages [lo, hi) are gone: count them, and let the tier's policy know."""

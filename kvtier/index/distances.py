@@ -3,17 +3,21 @@
 A request touches its pages deepest first and its root last, so that the stack stays closed under prefixes. Pages that
 the same request touched last lie side by side in it, and one count places the whole run. Pages are known by names of
 64 bits that stand for the page and all before it.
+
+Opaque keys have no prefixes: each is looked for by itself. Within what one request touched last their order is not
+kept, so that a distance is short by at most the length of a request.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
 EXACT_PAGES: Final = 1 << 16
 """Distances are exact up to so many pages."""
@@ -34,6 +38,7 @@ class Namer:
     """Names of pages: a hash of each page, summed up along the path. Not for keys that leave the process."""
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._draw = np.random.default_rng(seed)
         self._weights: dict[int, Names] = {}
         self._places = np.zeros(0, np.uint64)
@@ -56,6 +61,10 @@ class Namer:
         named: Names = path ^ (path >> np.uint64(29))
         return named
 
+    def flat(self, keys: Iterable[bytes], root: int) -> Names:
+        """One name for each opaque key."""
+        return np.array([xxh3_64_intdigest(key, self._seed) ^ root for key in keys], np.uint64)
+
 
 class Stack:
     """An LRU stack of at most `most` pages of some weight each, and a histogram of the distances of hits."""
@@ -77,7 +86,6 @@ class Stack:
     def touch(self, names: Sequence[int], hot: set[int] | None = None) -> None:
         """One request for these pages, its root first."""
         self._now += 1
-        now = self._now
         owner, scale = self.owner, self.scale
         weights = [1 if hot and name in hot else scale for name in names]
         start, above, known = 0, 0, len(names)
@@ -94,10 +102,29 @@ class Stack:
         for last, weight in zip(lasts[start:], weights[start:], strict=True):  # its parent was forgotten
             if last:
                 self._add(last, -weight)
+        self._own(names, sum(weights), hot)
+
+    def ask(self, names: Sequence[int]) -> None:
+        """One request for these keys, none of which needs another, the one that it touches last first."""
+        self._now += 1
+        newer: dict[int, int] = {}
+        lasts = [last for name in names if (last := self.owner.get(name, 0))]
+        for last in lasts:
+            if last not in newer:
+                newer[last] = self._newer(last)
+            self._found(newer[last], [self.scale])
+            newer[last] += self.scale
+        for last in lasts:
+            self._add(last, -self.scale)
+        self._own(names, self.scale * len(names), None)
+
+    def _own(self, names: Sequence[int], weight: int, hot: set[int] | None) -> None:
+        """All of them were touched now."""
+        owner = self.owner
         for name in reversed(names):
-            owner[name] = now
+            owner[name] = self._now
             owner.move_to_end(name)
-        self._add(now, sum(weights))
+        self._add(self._now, weight)
         self._forget(hot)
 
     def _add(self, request: int, weight: int) -> None:
@@ -178,6 +205,14 @@ class Distances:
         self._heads.see(names)
         mask = self._mask
         self.sampled.touch([name for name in names.tolist() if not name & mask or name in hot], hot)
+
+    def ask(self, names: Names) -> None:
+        """One logical request for these opaque keys, its root first."""
+        keys = list(dict.fromkeys(names.tolist()))
+        self.requests += 1
+        self.pages += len(keys)
+        self.exact.ask(keys)
+        self.sampled.ask([key for key in keys if not key & self._mask])
 
     def curve(self, capacities: Sequence[int]) -> list[float]:
         """Pages found at each capacity, in pages."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvtier.index.node import Node
 
 ANY: Final = -1
+MOST_MOVED: Final = 64
+"""Entries of another quota that a look for one's own passes on at once."""
 Entry = tuple[float, int, "Node", Any]
 
 
@@ -159,7 +161,7 @@ class Order:
         The caller trims it and puts it back if it lasts.
         """
         while True:
-            found = self._first(self._shares if share == ANY else (share,), now)
+            found = self._first(self._shares if share == ANY else (share,), now, own=share != ANY)
             if found is None:
                 return None
             heap, lane = found
@@ -170,14 +172,14 @@ class Order:
                 continue
             return index, node
 
-    def _first(self, shares: Iterable[int], now: float) -> tuple[list[Entry], int] | None:
+    def _first(self, shares: Iterable[int], now: float, *, own: bool) -> tuple[list[Entry], int] | None:
         """The heap whose head goes first, and its lane. Between quotas the least recently used head goes first."""
         best: tuple[float, float] | None = None
         found = None
         for share in list(shares):
             heaps = self._heaps(share)
             self._expire(heaps, share, now)
-            lane = self._pick(heaps, share, now)
+            lane = self._pick(heaps, share, now, own)
             if lane >= 0:
                 place = float(lane == self._last), heaps[lane][0][2].time
                 if best is None or place < best:
@@ -189,39 +191,49 @@ class Order:
         kept = heaps[self._last]
         while kept and kept[0][0] <= now:
             _, _, node, index = heapq.heappop(kept)
-            if node.queued >> 8 * self.tier & 255 == self._last + 1 and index.share == share:
+            if node.queued >> 8 * self.tier & 255 == self._last + 1 and _among(index, share):
                 self._queue(node, -1)
                 if node.keep <= now:
                     node.keep = 0.0
                 if not node.dead and not node.refs and node.tier_leaf(self.tier):
                     self.push(index, node)
 
-    def _pick(self, heaps: list[list[Entry]], share: int, now: float) -> int:
+    def _pick(self, heaps: list[list[Entry]], share: int, now: float, own: bool) -> int:
         """The lane whose first leaf goes next, -1 where there is none."""
-        if self._head(heaps, share, 0) is not None:
+        if self._head(heaps, share, 0, own) is not None:
             return 0
         if self._last == 2:
-            lane = 1 if self._head(heaps, share, 1) is not None else -1
+            lane = 1 if self._head(heaps, share, 1, own) is not None else -1
         else:
-            heads = [self._head(heaps, share, lane) for lane in range(1, self._last)]
+            heads = [self._head(heaps, share, lane, own) for lane in range(1, self._last)]
             lane = self.policy.pick(heads, now) + 1 if any(head is not None for head in heads) else -1
         if lane > 0:
             return lane
-        return self._last if self._head(heaps, share, self._last) is not None else -1
+        return self._last if self._head(heaps, share, self._last, own) is not None else -1
 
-    def _head(self, heaps: list[list[Entry]], share: int, lane: int) -> Node | None:
-        """The first leaf of a lane, entries that are out of date put right on the way."""
-        heap = heaps[lane]
+    def _head(self, heaps: list[list[Entry]], share: int, lane: int, own: bool) -> Node | None:
+        """The first leaf of a lane, entries that are out of date put right on the way.
+
+        With `own` only what is of that quota: what has left it is passed on, some of it at a time.
+        """
+        heap, moved = heaps[lane], 0
         shift = 8 * self.tier
         while heap:
             rank, tie, node, index = heap[0]
-            if node.queued >> shift & 255 != lane + 1 or index.share != share:
+            if node.queued >> shift & 255 != lane + 1 or not _among(index, share):
                 heapq.heappop(heap)
                 self._stale -= 1
                 continue
             if node.dead or node.refs or not node.tier_leaf(self.tier):
                 heapq.heappop(heap)
                 self._queue(node, -1)
+                continue
+            if own and index.share != share:
+                if (moved := moved + 1) > MOST_MOVED:
+                    return None
+                heapq.heappop(heap)
+                self._queue(node, -1)
+                self.push(index, node)
                 continue
             where, now = self._place(index, node)
             if where != lane:
@@ -243,7 +255,7 @@ class Order:
                 for lane, heap in enumerate(heaps):
                     live = [
                         e for e in heap
-                        if not e[2].dead and e[2].queued >> shift & 255 == lane + 1 and e[3].share == share
+                        if not e[2].dead and e[2].queued >> shift & 255 == lane + 1 and _among(e[3], share)
                     ]  # fmt: skip
                     heapq.heapify(live)
                     heap[:] = live
@@ -252,3 +264,8 @@ class Order:
     def died(self) -> None:
         """A queued node left the index."""
         self._forgotten()
+
+
+def _among(index: Copies, share: int) -> bool:
+    """Whether entries of an index that are queued under a quota can be valid."""
+    return index.share == share or index.moving

@@ -92,6 +92,9 @@ class PeerTier(Protocol):
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """Peers with more than `have` pages of the path, most first; asks its homes side by side, for one deadline."""
 
+    async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
+        """How many leading pages of a path one peer has; 0 where it does not say within the deadline."""
+
     def answers(self) -> bool:
         """Whether any peer is up."""
 
@@ -121,6 +124,9 @@ class PeerTier(Protocol):
     @property
     def name(self) -> str:
         """This host's own name among the peers."""
+
+    async def forget(self, shared: Shared) -> None:
+        """The cache was purged here: what a store that the fleet shares has of it is served to nobody any more."""
 
     async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
         """Per peer that answers within the deadline: the fields of a route.View but its name."""

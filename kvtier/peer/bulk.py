@@ -20,7 +20,9 @@ from kvtier.peer import frames
 from kvtier.peer.base import Place
 
 _TIMEVAL = struct.Struct("@ll")
-PIECE = 4 << 20
+PIECE = 1 << 20
+SMALL = 2 << 20
+"""So much is moved on the loop, in a fraction of a millisecond: waking a thread and the loop again takes as long."""
 VECTORS = 256
 """Buffers that one call takes."""
 FAULTS = (OSError, EOFError, TimeoutError)
@@ -49,32 +51,16 @@ class Line:
         else:
             shut(self._sock)
 
-    # -- frames -----------------------------------------------------------------------------------------------------
-
-    def send(self, message: frames.Message) -> None:
-        """Send one frame."""
-        self._put([memoryview(self._session.close(message))])
-
-    def receive(self, kind: type[T]) -> T:
-        """The next frame, which must be of that kind; raises Refusal, KvtierError."""
-        head = bytearray(frames.LENGTH.size)
-        self._get(memoryview(head))
-        raw = bytearray(frames.size_of(head, frames.MAX_BODY) + frames.MAC_BYTES)
-        self._get(memoryview(raw))
-        return frames.expect(self._session.open(head, raw), kind)
-
     # -- pages ------------------------------------------------------------------------------------------------------
 
-    def pour(self, load: frames.Load, places: Sequence[Place]) -> None:
-        """Send the frame and the items' bytes in order, many a call."""
-        head = memoryview(self._session.close(load))
-        views = [memoryview(view) for place in places for view in place.views]
+    def pour(self, views: list[memoryview]) -> None:
+        """Send bytes of pages in order, many a call; under a seal what follows the frame that was sent last."""
         if self._sealed:
             seal = self._session.seal_out()
             for view in views:
                 seal.update(view)
             views.append(memoryview(seal.digest()))
-        self._put([head, *views])
+        self._put(views)
 
     def fill(self, places: Sequence[Place], sums: Sequence[int]) -> list[int | None]:
         """Receive items into places; per item its checksum where it equals the one announced, else None.
@@ -146,11 +132,32 @@ class Line:
                 sent = self._sock.sendmsg(views[first : first + VECTORS])
             except BlockingIOError:
                 raise TimeoutError("a transfer took too long") from None
-            while first < len(views) and sent >= len(views[first]):
-                sent -= len(views[first])
-                first += 1
-            if sent:
-                views[first] = views[first][sent:]
+            first = _after(views, first, sent)
+
+
+def begin(sock: socket.socket, views: list[memoryview]) -> list[memoryview]:
+    """Send what the socket takes at once, a frame and SMALL at most; the views that are left. Raises OSError."""
+    some, room = list[memoryview](), len(views[0]) + SMALL
+    for view in views[:VECTORS]:
+        if not room:
+            break
+        some.append(view[:room])
+        room -= len(some[-1])
+    try:
+        sent = sock.sendmsg(some, [], socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return views
+    return views[_after(views, 0, sent) :]
+
+
+def _after(views: list[memoryview], first: int, sent: int) -> int:
+    """The first view that was not sent whole, cut to what is left of it."""
+    while first < len(views) and sent >= len(views[first]):
+        sent -= len(views[first])
+        first += 1
+    if sent:
+        views[first] = views[first][sent:]
+    return first
 
 
 def shut(sock: socket.socket) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import msgspec
-import numpy as np
-import xxhash
 
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
-from kvtier.peer.base import Pick, Place, Shared, Sink, Source
-from kvtier.peer.bulk import Line
-from kvtier.peer.frames import Refusal
-from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
+from kvtier.peer.base import Pick, Shared, Sink, Source
+from kvtier.peer.ends import DirectSink, DirectSource, refused
+from kvtier.peer.items import items_of, page_name
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
@@ -73,7 +70,7 @@ class Direct:
 
     def worth(self, shared: Shared, keys: bytes, have: int) -> bool:
         """See PeerTier."""
-        name = _page_name(shared, keys, have)
+        name = page_name(shared, keys, have)
         return any(not node.lacks(name) for node in self._homes_up(shared, keys))
 
     def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
@@ -85,7 +82,7 @@ class Direct:
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """See PeerTier. Ends as soon as one has all of it; who answers later is let go."""
-        name = _page_name(shared, keys, have)
+        name = page_name(shared, keys, have)
         asked = [node for node in self._homes_up(shared, keys) if not node.lacks(name)]
         waits = {asyncio.ensure_future(self._find(node, shared, keys, have)) for node in asked}
         found: list[Source] = []
@@ -110,15 +107,15 @@ class Direct:
         try:
             pipe = await node.take(until)
         except (*FAULTS, KvtierError) as exc:
-            self._blame(node, exc)
+            self.blame(node, exc)
             return None
         try:
             async with asyncio.timeout_at(until):
                 await node.use(pipe, shared)
                 return pipe, await pipe.ask(message, kind)
         except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
-            node.give(pipe, good=_refused(exc))
-            self._blame(node, exc)
+            node.give(pipe, good=refused(exc))
+            self.blame(node, exc)
             return None
 
     async def _find(self, node: Node, shared: Shared, keys: bytes, have: int) -> Source | None:
@@ -129,10 +126,21 @@ class Direct:
             return None
         pipe, reply = answer
         if reply.pages > len(keys) // shared.spec.stride or reply.pages <= have:
-            node.note_lack(_page_name(shared, keys, have))
+            node.note_lack(page_name(shared, keys, have))
             node.give(pipe, good=reply.pages <= have)
             return None
         return DirectSource(self, node, pipe, shared, keys, reply.pages)
+
+    async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
+        """See PeerTier."""
+        peer = self._nodes[node]
+        answer = await self._ask(peer, shared, frames.Find(shared.id, keys), frames.Found) if peer.up else None
+        if answer is None:
+            return 0
+        pipe, found = answer
+        right = found.pages <= len(keys) // shared.spec.stride
+        peer.give(pipe, good=right)
+        return found.pages if right else 0
 
     def _close_late(self, task: asyncio.Future[Source | None]) -> None:
         """Nobody waits any more for what this peer says."""
@@ -140,9 +148,9 @@ class Direct:
         if not task.cancelled() and task.exception() is None and (source := task.result()) is not None:
             source.close()
 
-    def _blame(self, node: Node, exc: BaseException) -> None:
+    def blame(self, node: Node, exc: BaseException) -> None:
         """A peer that failed is asked no more for now; one that refused is asked again. Others' errors go on."""
-        if _refused(exc):
+        if refused(exc):
             self.counts["peer_refused"] += 1
         elif isinstance(exc, (*FAULTS, KvtierError)):
             self.counts["peer_failures"] += 1
@@ -223,9 +231,12 @@ class Direct:
             items_of(shared.spec, wanted.picks, len(keys) // shared.spec.stride)
         except KvtierError as exc:
             peer.give(pipe, good=False)
-            self._blame(peer, exc)
+            self.blame(peer, exc)
             return None
         return DirectSink(self, peer, pipe, shared, keys, wanted.picks)
+
+    async def forget(self, shared: Shared) -> None:
+        """See PeerTier: peers' pages are theirs; a purge there empties them."""
 
     # -- routing ---------------------------------------------------------------------------------------------------
 
@@ -268,132 +279,3 @@ class Direct:
     def within(self, nbytes: int) -> float:
         """Seconds that a transfer may take."""
         return self.deadline_s + nbytes / MIN_BYTES_S
-
-
-class _MismatchError(EOFError):
-    """A peer answered something that was not asked."""
-
-
-class _Held:
-    """A connection that one task uses for one path."""
-
-    def __init__(self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes) -> None:
-        self.node = peer.name
-        self._tier = tier
-        self._peer = peer
-        self._pipe: Pipe | None = pipe
-        self._shared = shared
-        self._keys = keys
-
-    def _open(self) -> Pipe:
-        """The connection; raises EOFError once it is closed."""
-        if self._pipe is None:
-            raise EOFError("this peer failed before")
-        return self._pipe
-
-    def _fail(self, exc: BaseException) -> None:
-        """Give a failed connection up; raises what is no fault of the peer."""
-        if self._pipe is not None:
-            self._peer.give(self._pipe, good=_refused(exc))
-            self._pipe = None
-            self._tier._blame(self._peer, exc)  # noqa: SLF001 - one idea in two classes
-
-    def close(self) -> None:
-        """See Source and Sink."""
-        if self._pipe is not None:
-            self._peer.give(self._pipe, good=True)
-            self._pipe = None
-
-
-class DirectSource(_Held):
-    """A peer that answered Found."""
-
-    def __init__(self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, pages: int) -> None:
-        super().__init__(tier, peer, pipe, shared, keys)
-        self.pages = pages
-        self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
-
-    async def fetch(self, places: Sequence[Place]) -> list[int | None]:
-        """See Source."""
-        order = sorted(range(len(places)), key=lambda at: (places[at].group, places[at].page))
-        out: list[int | None] = [None] * len(places)
-        try:
-            found = await self._fetch([places[at] for at in order])
-        except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
-            self._fail(exc)
-            return out
-        for at, value in zip(order, found, strict=True):
-            out[at] = value
-        return out
-
-    async def _fetch(self, places: list[Place]) -> list[int | None]:
-        """Ask for the items and let them arrive; whatever is not exactly what was asked for is a fault."""
-        pipe, tier = self._open(), self._tier
-        items = [(place.group, place.page) for place in places]
-        nbytes = nbytes_of(self._shared.spec, items)
-        picks = picks_of(items)
-
-        def work(line: Line) -> list[int | None]:
-            line.send(frames.Fetch(picks))
-            load = line.receive(frames.Load)
-            if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
-                raise _MismatchError("it announced other pages than were asked for")
-            return line.fill(places, np.frombuffer(load.sums, "<u8").tolist())
-
-        try:
-            found = await pipe.threaded(tier.pool, work, 2 * tier.within(nbytes))  # it may read its disk first
-        except _MismatchError:
-            tier.counts["peer_mismatch"] += 1
-            raise
-        if None in found:
-            tier.counts["peer_checksum"] += found.count(None)
-            self._fail(EOFError("pages did not arrive, or were not what was stored"))
-        return found
-
-
-class DirectSink(_Held):
-    """A home that answered Wanted."""
-
-    def __init__(
-        self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, picks: tuple[Pick, ...]
-    ) -> None:
-        super().__init__(tier, peer, pipe, shared, keys)
-        self.picks = picks
-        self._echo = echo(shared.id, keys)
-
-    async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
-        """See Sink."""
-        pipe, tier = self._open(), self._tier
-        items = [(place.group, place.page) for place in places]
-        nbytes = nbytes_of(self._shared.spec, items)
-        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo)
-
-        def work(line: Line) -> int:
-            line.pour(load, places)
-            return line.receive(frames.Stored).pages
-
-        try:
-            return await pipe.threaded(tier.pool, work, 2 * tier.within(nbytes))
-        except BaseException as exc:
-            self._fail(exc)
-            raise
-
-    async def more(self) -> None:
-        """See Sink."""
-        try:
-            async with asyncio.timeout(self._tier.deadline_s):
-                self.picks = (await self._open().ask(frames.More(), frames.Wanted)).picks
-            items_of(self._shared.spec, self.picks, len(self._keys) // self._shared.spec.stride)
-        except BaseException as exc:
-            self._fail(exc)
-            raise
-
-
-def _page_name(shared: Shared, keys: bytes, page: int) -> bytes:
-    """Names page `page` of a path with all before it."""
-    return xxhash.xxh3_128_digest(shared.id + keys[: (page + 1) * shared.spec.stride])
-
-
-def _refused(exc: BaseException) -> bool:
-    """Whether a peer answered, with a no."""
-    return isinstance(exc, Refusal)

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
+import xxhash
 
 from kvtier.identity import CacheSpec
-from kvtier.peer.base import Pick, Place
+from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.frames import MAX_ITEMS
 from kvtier.types import RUN_PAGES, bad
 
@@ -21,6 +22,11 @@ CHUNK_BYTES: Final = 16 << 20
 def echo(cache: bytes, keys: bytes) -> bytes:
     """Names a path of a cache: 16 bytes."""
     return hashlib.blake2b(keys, digest_size=16, key=cache).digest()
+
+
+def page_name(shared: Shared, keys: bytes, page: int) -> bytes:
+    """Names page `page` of a path with all before it, in this process."""
+    return xxhash.xxh3_128_digest(shared.id + keys[: (page + 1) * shared.spec.stride])
 
 
 def chunk_pages(spec: CacheSpec) -> int:

@@ -8,12 +8,15 @@ import hmac
 import ipaddress
 import secrets as random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
+import xxhash
+
 from kvtier.mover import drained
 from kvtier.peer import bulk, frames
+from kvtier.peer.base import Place
 from kvtier.peer.secrets import Secrets
 from kvtier.types import Code, KvtierError
 
@@ -53,7 +56,9 @@ class Pipe:
         """As the answerer: agree on keys. The asker has shown nothing before its next frame is received."""
         knock = await self.receive(frames.Knock, frames.MAX_HELLO)
         if knock.version != frames.VERSION or len(knock.nonce) != frames.NONCE_BYTES:
-            raise KvtierError(Code.VERSION, f"expected peer protocol version {frames.VERSION}, got {knock.version}")
+            error = KvtierError(Code.VERSION, f"expected peer protocol version {frames.VERSION}, got {knock.version}")
+            await self.send(frames.Refused(error.code.value, error.message))
+            raise error
         if not knock.sealed and not self.local:
             raise KvtierError(Code.FORBIDDEN, "pages are sent off loopback only under a seal")
         self.sealed = knock.sealed
@@ -94,11 +99,18 @@ class Pipe:
         view = memoryview(out)
         at = 0
         while at < size:
-            got = await self._loop.sock_recv_into(self.sock, view[at:])
-            if not got:
-                raise EOFError("the peer closed the connection")
-            at += got
+            at += await self._some(view[at:])
         return out
+
+    async def _some(self, view: memoryview) -> int:
+        """Receive some bytes; raises EOFError."""
+        try:
+            got = self.sock.recv_into(view)
+        except BlockingIOError:
+            got = await self._loop.sock_recv_into(self.sock, view)
+        if not got:
+            raise EOFError("the peer closed the connection")
+        return got
 
     # -- bytes of pages -------------------------------------------------------------------------------------------
 
@@ -123,6 +135,47 @@ class Pipe:
             if not future.cancelled():
                 future.exception()  # nobody waits for it, and asyncio would complain
             raise
+
+    async def pour(self, pool: Executor, load: frames.Load, places: Sequence[Place], within_s: float) -> None:
+        """Send a frame and the items' bytes in order. Like `threaded`; what fits at once goes without a thread."""
+        session = self.session
+        assert session is not None
+        views = [memoryview(view) for place in places for view in place.views]
+        head = session.close(load)
+        if self.sealed:
+            async with asyncio.timeout(within_s):
+                await self._loop.sock_sendall(self.sock, head)
+        else:
+            views = bulk.begin(self.sock, [memoryview(head), *views])
+        if views:
+            await self.threaded(pool, lambda line: line.pour(views), within_s)
+
+    async def fill(
+        self, pool: Executor, places: Sequence[Place], sums: Sequence[int], within_s: float
+    ) -> list[int | None]:
+        """Receive items into places. Like `threaded` and Line.fill; what is small comes without a thread."""
+        if self.sealed or sum(len(view) for place in places for view in place.views) > bulk.SMALL:
+            return await self.threaded(pool, lambda line: line.fill(places, sums), within_s)
+        out: list[int | None] = [None] * len(places)
+        try:
+            async with asyncio.timeout(within_s):
+                for at, place in enumerate(places):
+                    found = await self._item(place)
+                    out[at] = found if found == sums[at] else None
+        except bulk.FAULTS:
+            bulk.shut(self.sock)
+        return out
+
+    async def _item(self, place: Place) -> int:
+        """Receive one item; its checksum."""
+        state = xxhash.xxh3_64()
+        for view in place.views:
+            data, at = memoryview(view), 0
+            while at < len(data):
+                got = await self._some(data[at:])
+                state.update(data[at : at + got])
+                at += got
+        return state.intdigest()
 
     def close(self) -> None:
         """Drop the connection."""

@@ -115,6 +115,6 @@ class Policy(Generic[N]):
         return False
 
     def share(self, node: Any) -> int:
-        """How many pages of a victim may go before it is ranked again."""
-        del node
-        return RUN_PAGES
+        """How many pages of a victim may go before it is ranked again: a run, or a good part of a long node."""
+        part: int = node.pages // 8
+        return max(RUN_PAGES, part)

@@ -71,4 +71,6 @@ class Ghosts(Generic[M]):
     def take(self, index: Any, node: Any, lo: int, hi: int) -> list[M]:
         """Marks of those of the pages that were remembered; they are forgotten."""
         names = self._names
+        if not names:
+            return []
         return [names.pop(name) for name in self._sampled(index, node, lo, hi) if name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import groupby
 from math import log
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -137,8 +138,9 @@ class ByKind(Counting):
             uses.extra = Wait(kind, since, mark, often, 0)
         if lo < hi - tail:
             forgotten += self._ghosts.add(index, node, lo, hi - tail, Wait(kind, since, mark, often, 0, votes))
-        for each in forgotten:
-            self._waited(each, self._ghosts.scale, used=False)
+        for _, same in groupby(forgotten, id):  # neighbours went together and have one mark
+            marks = list(same)
+            self._waited(marks[0], len(marks) * self._ghosts.scale, used=False)
 
     def use(self, node: Any, now: float) -> None:
         """A leaf's wait is over; what is above it is no candidate while it lasts."""

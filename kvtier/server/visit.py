@@ -175,8 +175,7 @@ class Visit:
             raise KvtierError(Code.UNKNOWN, "some of them are here no more")
         for _, node in wanted:
             cache.index.use(node, self._parts.now())
-            cache.index.lease(node)
-        try:
+        with self._parts.leased(cache, *(node for _, node in wanted)):
             nbytes = nbytes_of(cache.spec, items)
             missing = [m for _, node in wanted for m in self._parts.loads.missing(cache, node, [(route.group, 0, 1)])]
             if missing:
@@ -186,9 +185,6 @@ class Visit:
             if not places:
                 raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
             await self._pour(places, sums, echo(route.shared.id, route.keys), nbytes)
-        finally:
-            for _, node in wanted:
-                self._parts.unlease(cache, node)
 
     async def _weigh(self, msg: frames.Weigh) -> frames.Message:
         """What a path would cost here."""
@@ -219,11 +215,8 @@ class Visit:
             raise KvtierError(Code.UNKNOWN, "it is here no more")
         node = index.ending_at(found.node, pages)
         index.use(node, self._parts.now())
-        index.lease(node)
-        try:
+        with self._parts.leased(cache, node):
             await self._send(cache, node, items, nbytes)
-        finally:
-            self._parts.unlease(cache, node)
         return None
 
     async def _send(self, cache: Cache, node: Any, items: list[tuple[int, int]], nbytes: int) -> None:
@@ -245,7 +238,7 @@ class Visit:
         load = frames.Load(picks, np.array(sums, "<u8").tobytes(), nbytes, name)
         home = self._home
 
-        await self._pipe.threaded(home.pool, lambda line: line.pour(load, places), home.within(nbytes))
+        await self._pipe.pour(home.pool, load, places, home.within(nbytes))
         self._parts.counts["pages_served_peer"] += len({place.page for place in places})
         self._parts.counts["bytes_host_to_peer"] += nbytes
 
@@ -312,7 +305,7 @@ class Visit:
             raise EOFError("other pages came than were asked for")
         places = [Place(g, page, cache.views(g, slots[g, page][1])) for g, page in items]
         sums = np.frombuffer(msg.sums, "<u8").tolist()
-        got = await self._pipe.threaded(home.pool, lambda line: line.fill(places, sums), home.within(nbytes))
+        got = await self._pipe.fill(home.pool, places, sums, home.within(nbytes))
         known = {(i[0], slots[i][0]): value for i, value in zip(items, got, strict=True) if value is not None}
         if len(known) < len(items):
             self._parts.counts["peer_checksum"] += len(items) - len(known)

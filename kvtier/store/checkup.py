@@ -105,14 +105,14 @@ class Checkup:
         return [f"cache {cache.id.hex()[:12]}: {count} leases that nobody holds" for cache, count in held.items()]
 
     def _held(self) -> dict[Cache, int]:
-        """Leases beyond those of pins, by cache; empty while anybody may hold some."""
+        """Leases beyond those of pins and of the daemon's own jobs, by cache; none while anybody may hold some."""
         parts = self.parts
         moving = parts.loads.moving or parts.persist.pending or parts.mover.running or any(parts.mover.waiting.values())
-        shifting = parts.vram is not None and (parts.vram.demote.tasks or parts.vram.promote.tasks)
-        if parts.instances or moving or shifting or parts.loading:
+        if parts.instances or moving or parts.loading:
             return {}
         pinned = self.pins.held()
-        over = {cache: cache.index.root.refs - pinned[cache] for cache in parts.caches.values()}
+        still = [cache for cache in parts.caches.values() if not cache.reservations]
+        over = {cache: cache.index.root.refs - cache.own - pinned[cache] for cache in still}
         return {cache: count for cache, count in over.items() if count}
 
 

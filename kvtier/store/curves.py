@@ -33,33 +33,37 @@ class Pool:
     def __init__(self, cache: Cache) -> None:
         self.distances = Distances()
         self.cache = cache
-        self.page_bytes = sum(cache.slot_cost(group) for group in cache.index.anchors)
+        costs = [cache.slot_cost(group) for group in range(cache.index.groups)]
+        self.page_bytes = sum(costs[group] for group in cache.index.anchors) or sum(costs) // len(costs)
+        """Of a page's anchors; of a key, whichever group it is of, the average."""
         self.skipped = 0
         """Requests that there was no time for."""
 
 
 class Curves:
-    """Token caches' requests on their way into stack distances."""
+    """Requests on their way into stack distances."""
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
-        self.pools: dict[HostPool, Pool] = {}
+        self.pools: dict[tuple[HostPool, bool], Pool] = {}
+        """Token caches and keyed ones (True) count in different units."""
         self.spent_s = 0.0
         self._namer = Namer(secrets.randbits(64))
-        self._queue: deque[tuple[Pool, Cache, bytes]] = deque()
+        self._queue: deque[tuple[Pool, Cache, bytes | list[bytes]]] = deque()
         self._waiting = False
         self._saved_s = SAVED_S
         self._asked = time.perf_counter()
 
-    def note(self, cache: Cache, keys: bytes) -> None:
-        """One logical request."""
+    def note(self, cache: Cache, keys: bytes | list[bytes]) -> None:
+        """One logical request: page keys along a path, or the names of opaque keys."""
         if not self.on or not keys:
             return
-        pool = self.pools.get(cache.pool)
+        place = cache.pool, cache.spec.keyed
+        pool = self.pools.get(place)
         if pool is None:
             if len(self.pools) >= POOLS:
-                del self.pools[min(self.pools, key=lambda place: self.pools[place].distances.requests)]
-            pool = self.pools[cache.pool] = Pool(cache)
+                del self.pools[min(self.pools, key=lambda each: self.pools[each].distances.requests)]
+            pool = self.pools[place] = Pool(cache)
         if len(self._queue) >= QUEUED:
             pool.skipped += 1
             return
@@ -83,16 +87,19 @@ class Curves:
         self.spent_s += self._asked - start
         self._saved_s -= self._asked - start
 
-    def _see(self, pool: Pool, cache: Cache, keys: bytes) -> None:
+    def _see(self, pool: Pool, cache: Cache, keys: bytes | list[bytes]) -> None:
         root = int.from_bytes(cache.id[:8], "little")
-        pool.distances.see(self._namer.names(keys, cache.index.stride, root))
+        if isinstance(keys, bytes):
+            pool.distances.see(self._namer.names(keys, cache.index.stride, root))
+        else:
+            pool.distances.ask(self._namer.flat(keys, root))
         if pool.distances.requests >= 2 * WINDOW:
             pool.distances.halve()
 
     def info(self, disk_bytes: int, at: tuple[int, ...]) -> list[dict[str, Any]]:
         """Per pool: hits at capacities in bytes, those of now and `at` more bytes among them."""
         out = []
-        for place, pool in self.pools.items():
+        for (place, keyed), pool in self.pools.items():
             seen, host = pool.distances, place.total_bytes
             unit = pool.page_bytes
             most = min(seen.most, max(64, 2 * (host + disk_bytes) // unit, *(2 * extra // unit for extra in at)))
@@ -114,6 +121,7 @@ class Curves:
             data |= {
                 "scope": pool.cache.scope,
                 "model": pool.cache.spec.model,
+                "keyed": keyed,
                 "page_bytes": unit,
                 "requests": seen.requests,
                 "requests_skipped": pool.skipped,

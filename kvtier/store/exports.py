@@ -131,11 +131,8 @@ class Exports:
             end = min(span.end, node.depth + node.live, span.first + RUN_PAGES)
             if at >= node.live or end <= span.first:
                 continue  # evicted, and so is all that follows
-            index.lease(node)
-            try:
+            with self.parts.leased(export.cache, node):
                 done = await self._run(export, node, span.first, end)
-            finally:
-                self.parts.unlease(export.cache, node)
             if done:
                 export.spans.appendleft(span._replace(first=span.first + done))
                 return

@@ -16,8 +16,38 @@ from kvtier.types import NO_COPY, RUN_PAGES, Tier
 
 _CHAINS: Final = [struct.Struct(f"{CHAIN_BYTES}s" * pages) for pages in range(RUN_PAGES + 1)]
 
-Places = dict[bytes, Node]
-"""Chain key of a page -> a node that ends at or below it; the root's chain key -> the root."""
+
+class Places:
+    """Which node a page of the disk is in, by its chain key, while a catalogue loads."""
+
+    def __init__(self, root: Node, chain: bytes) -> None:
+        self._ends: dict[bytes, Node] = {chain: root}
+        """By the chain key of a stretch's last page, and of every page of those that were looked into."""
+        self._inner: dict[int, list[tuple[bytes, Node]]] = {}
+        """By the number of their first page: stretches that nobody has looked into yet."""
+
+    def add(self, chains: bytes, node: Node, depth: int) -> None:
+        """Pages from page number `depth` on are in, or above, `node`."""
+        self._ends[chains[-CHAIN_BYTES:]] = node
+        if len(chains) > CHAIN_BYTES:
+            self._inner.setdefault(depth, []).append((chains, node))
+
+    def find(self, chain: bytes, end: int) -> Node | None:
+        """A node that ends at or below the page with this chain key, `end` pages from the root; None where unknown."""
+        found = self._ends.get(chain)
+        if found is not None or not self._inner:
+            return found
+        for depth in range(max(0, end - RUN_PAGES), end):
+            for chains, node in self._inner.pop(depth, ()):
+                self._ends.update(zip(_CHAINS[len(chains) // CHAIN_BYTES].unpack(chains)[:-1], repeat(node)))
+        return self._ends.get(chain)
+
+    def below(self, run: Run, page: int) -> Node | None:
+        """A node that ends at or below a page of a run; None where the page was given no place."""
+        node = self._ends.get(run.chains[-CHAIN_BYTES:])
+        if node is None:
+            node = self.find(run.chains[page * CHAIN_BYTES : (page + 1) * CHAIN_BYTES], run.depth + page + 1)
+        return node
 
 
 class Late(NamedTuple):
@@ -41,7 +71,26 @@ def graft(cache: Cache, run: Run, places: Places) -> tuple[list[int], Late | Non
         return _live(run, 0), None
     if cache.spec.keyed:
         return ([] if _graft_key(cache, run) else _live(run, 0)), None
+    if _graft_new(cache, run, places):
+        return [], None
     return graft_late(Late(cache, run, run.keys, run.chains, 0), places)
+
+
+def _graft_new(cache: Cache, run: Run, places: Places) -> bool:
+    """The same for most runs: whole ones that go on where another ends; False, and no change, where it is not so."""
+    index = cache.radix
+    parent = places.find(run.parent, run.depth)
+    if parent is None or parent.dead or parent.end != run.depth or parent.live < parent.pages:
+        return False
+    if parent.children is not None and run.keys[: index.stride] in parent.children:
+        return False
+    if run.live != (1 << run.pages) - 1 or any(NO_COPY in cells for cells in run.cells):
+        return False
+    first = run.id << PAGE_BITS
+    node = index.adopt(parent, run.keys, Tier.DISK, array("q", range(first, first + run.pages)), run.sums)
+    node.chain = run.chains
+    places.add(run.chains, node, run.depth)
+    return True
 
 
 def graft_late(part: Late, places: Places) -> tuple[list[int], Late | None]:
@@ -49,7 +98,8 @@ def graft_late(part: Late, places: Places) -> tuple[list[int], Late | None]:
     cache, run, first = part.cache, part.run, part.first
     index = cache.radix
     depth = run.depth + first
-    parent = places.get(run.parent if not first else part.chains[(first - 1) * CHAIN_BYTES : first * CHAIN_BYTES])
+    above = run.parent if not first else part.chains[(first - 1) * CHAIN_BYTES : first * CHAIN_BYTES]
+    parent = places.find(above, depth)
     if cache.retired or parent is None or parent.dead or parent.end < depth:
         return _live(run, first), None
     if depth:
@@ -59,11 +109,7 @@ def graft_late(part: Late, places: Places) -> tuple[list[int], Late | None]:
     if end == first:
         return _live(run, first), None
     node = index.extend(keys[: (end - first) * index.stride], 0.0, parent)
-    chains = part.chains[first * CHAIN_BYTES : end * CHAIN_BYTES]
-    places.update(zip(_CHAINS[end - first].unpack(chains), repeat(node)))
-    if not first and end == run.pages and node.pages == end and _put_whole(cache, node, run):
-        index.publish(node, node.end)
-        return [], None
+    places.add(part.chains[first * CHAIN_BYTES : end * CHAIN_BYTES], node, depth)
     used = _put(cache, node, run, first, end)
     index.publish(node, node.end)
     after = _live(run, end)
@@ -94,17 +140,6 @@ def _graft_key(cache: Cache, run: Run) -> bool:
     if not _put(cache, node, run, 0, 1):
         return False
     node.live = 1
-    return True
-
-
-def _put_whole(cache: Cache, node: Node, run: Run) -> bool:
-    """The same for most runs: all of a run that makes up a node that disk had nothing of; False where it is not so."""
-    index = cache.index
-    if node.count[Tier.DISK] or run.live != (1 << run.pages) - 1 or any(NO_COPY in cells for cells in run.cells):
-        return False
-    handles = array("q", range(run.id << PAGE_BITS, (run.id << PAGE_BITS) + run.pages))
-    for group, sums in enumerate(run.sums):
-        index.put(node, 0, Tier.DISK, group, handles, sums)
     return True
 
 

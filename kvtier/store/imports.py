@@ -76,12 +76,14 @@ class Imports:
         self.parts.arenas(scope)
         cache = self.parts.cache(head.spec, scope, known)
         cache.index.lease(cache.index.root)
+        cache.own += 1
         number = self.visits.add(Import(cache, head.cache_id[:CHAIN_BYTES]), self._drop)
         return wire.Info({"import": number, "cache": cache.id.hex()})
 
     def _drop(self, held: Import) -> None:
         """It has ended: what is half there goes."""
         self._give_up(held)
+        held.cache.own -= 1
         self.parts.unlease(held.cache, held.leased)
         self.parts.prune()
 

@@ -51,6 +51,7 @@ class Keys:
         states = bytes(_presence(cache, found(name), msg.group) for name in names)
         if names and process.instance.polls.first(cache.number, names, self.parts.now()):
             self._count(cache, states)
+            self.parts.ways.curves.note(cache, names)
         peers = self.parts.peers
         if peers is not None and Presence.MISS in states and (shared := peers.shared(cache)) is not None:
             states = peers.keys.look(cache, shared, names, states)

@@ -119,20 +119,18 @@ class KeyPeers:
     async def _pull(self, cache: Cache, shared: Shared, node: str, names: list[bytes]) -> None:
         """Fetch keys of one group from one peer, piece by piece; what does not come is a miss for now."""
         group, step = names[0][0], max(1, CHUNK_BYTES // cache.item_bytes[names[0][0]])
-        cache.index.lease(cache.index.root)  # so that the cache is not forgotten meanwhile
-        try:
-            for at in range(0, len(names), step):
-                part = names[at : at + step]
-                if not await self._piece(cache, shared, node, group, part):
-                    for name in names[at:]:
-                        self._hints.pop((cache.number, name), None)
-                    return
-        except KvtierError as exc:
-            _log.warning("peers' keys could not be taken: %s", exc)
-        except Exception:  # noqa: BLE001 - these keys, not the others'
-            _log.exception("fetching keys from a peer failed")
-        finally:
-            self._keys.parts.unlease(cache, cache.index.root)
+        with self._keys.parts.leased(cache, cache.index.root):  # so that the cache is not forgotten meanwhile
+            try:
+                for at in range(0, len(names), step):
+                    part = names[at : at + step]
+                    if not await self._piece(cache, shared, node, group, part):
+                        for name in names[at:]:
+                            self._hints.pop((cache.number, name), None)
+                        return
+            except KvtierError as exc:
+                _log.warning("peers' keys could not be taken: %s", exc)
+            except Exception:  # noqa: BLE001 - these keys, not the others'
+                _log.exception("fetching keys from a peer failed")
 
     async def _piece(self, cache: Cache, shared: Shared, node: str, group: int, names: list[bytes]) -> bool:
         """Fetch some keys; whether all came."""
@@ -167,19 +165,14 @@ class KeyPeers:
         for node in nodes:
             for home in self.tier.key_homes(shared, group, node.edge[1:]):
                 homes.setdefault(home, []).append(node)
-        for node in nodes:
-            cache.index.lease(node)
         taken = 0
         left: dict[Node, None] = {}
-        try:
+        with self._keys.parts.leased(cache, *nodes):
             for home, mine in homes.items():
                 sent = await self._push_to(cache, shared, home, mine)
                 taken += max(0, sent)
                 if sent < 0:
                     left.update(dict.fromkeys(mine))
-        finally:
-            for node in nodes:
-                self._keys.parts.unlease(cache, node)
         return taken, list(left)
 
     async def _push_to(self, cache: Cache, shared: Shared, home: str, nodes: list[Node]) -> int:

@@ -187,18 +187,13 @@ class KvRegions:
         pages = len(blocks) // per
         if cache.spec.keyed or msg.first < 0 or msg.first + pages > lease.pages:
             raise bad("first", f"pages within the lease's {lease.pages}", msg.first)
-        for node in lease.nodes:
-            cache.index.lease(node)
-        try:
+        with self.parts.space.leased(cache, *lease.nodes):
             good = await self._verified(lease, msg, pages)
             at = np.flatnonzero(good)
             slots, host = self._slots(lease, msg, at, pages)
             chosen = blocks.reshape(pages, per)[at].reshape(-1)
             if len(at):
                 await self._scatter(region, Job(cache, msg.group, part, slots, chosen, host))
-        finally:
-            for node in lease.nodes:
-                self.parts.unlease(cache, node)
         self.counts["bytes_to_engine"] += len(at) * cache.item_bytes[msg.group]
         return Loaded(bytes(np.repeat(good, per).astype(np.uint8)))
 

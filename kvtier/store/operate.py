@@ -27,17 +27,13 @@ class Operate:
         """Load what matches of a prompt into host. Raises bad_request, unknown."""
         deadline = self.parts.deadline(msg.wait_ms)
         what = held(await resolve(self.parts.caches, self.parts.requests, msg.of))
-        what.lease()
-        try:
+        with self.parts.leased(what.cache, *what.nodes):
             await asyncio.sleep(0)  # each step of many keys is long enough
             wanted = what.missing(self.parts.loads)
             await asyncio.sleep(0)
             await self.parts.loads.bring(what.cache, wanted, deadline)
             left = len(what.missing(self.parts.loads))
             await asyncio.sleep(0)
-        finally:
-            for node in what.nodes:
-                self.parts.unlease(what.cache, node)
         return wire.Info({"pages": what.pages, "items": len(wanted), "left": left})
 
     # -- evict -----------------------------------------------------------------------------------------------------
@@ -137,6 +133,8 @@ class Operate:
         self._indexed()
         pages = kept = 0
         for cache in caches:
+            if self.parts.peers is not None:
+                await self.parts.peers.forget(cache)  # first, so that nothing comes back
             cut, doomed = await self._cut(cache, list((cache.index.root.children or {}).values()))
             pages, kept = pages + cut, kept + doomed
             await asyncio.sleep(0)  # caches may be many and small

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
@@ -20,6 +21,7 @@ from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
 from kvtier.store.restore import Restore
 from kvtier.store.space import Space
+from kvtier.store.tally import Tally
 from kvtier.store.vram import DeviceMemory, Vram
 from kvtier.store.warmth import Warmth
 from kvtier.store.ways import Ways
@@ -76,6 +78,7 @@ class Parts:
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
         self.requests = Requests()
+        self.tally = Tally(self)
         self.closing: set[asyncio.Task[None]] = set()
         """What is being let go of and takes a while."""
         self._ended = asyncio.Event()
@@ -123,6 +126,10 @@ class Parts:
         if number not in process.ranks:
             raise KvtierError(Code.UNKNOWN, f"this process has not opened cache {number}", "cache")
         return self.caches[number]
+
+    def leased(self, cache: Cache, *nodes: Node) -> AbstractContextManager[None]:
+        """Hold paths for a job of the daemon's own."""
+        return self.space.leased(cache, *nodes)
 
     def unlease(self, cache: Cache, node: Node) -> None:
         """Let a path go, freeing what was doomed on it."""

@@ -8,6 +8,7 @@ its own deadline. What is fetched and what peers push passes the same reserve an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from array import array
@@ -133,6 +134,12 @@ class Peers:
         """The cache as peers know it; None where it is not shared."""
         return shared_of(self.tier, cache)
 
+    async def forget(self, cache: Cache) -> None:
+        """The cache is purged: nothing of it comes back from a store that hosts share."""
+        shared = self.shared(cache)
+        if shared is not None:
+            await self.tier.forget(shared)
+
     # -- fetching --------------------------------------------------------------------------------------------------
 
     def asking(self, path: Path, pages: int) -> asyncio.Task[None] | None:
@@ -160,21 +167,19 @@ class Peers:
 
     async def _bring(self, cache: Cache, shared: Shared, keys: bytes, have: int) -> None:
         """Fetch what peers have of a path beyond page `have`, from one after another."""
-        cache.index.lease(cache.index.root)  # so that the cache is not forgotten meanwhile
-        sources: list[Source] = []
-        try:
-            sources = await self.tier.find(shared, keys, have)
-            self.counts["peer_hits" if sources else "peer_misses"] += 1
-            for source in sources:
-                have = await self._pull(cache, source, keys, have)
-        except KvtierError as exc:
-            _log.warning("peers' pages could not be taken: %s", exc)
-        except Exception:  # noqa: BLE001 - one prompt's pages, not the others'
-            _log.exception("fetching from peers failed")
-        finally:
-            for source in sources:
-                source.close()
-            self.parts.unlease(cache, cache.index.root)
+        with contextlib.ExitStack() as held:
+            held.enter_context(self.parts.leased(cache, cache.index.root))  # so that it is not forgotten meanwhile
+            try:
+                sources = await self.tier.find(shared, keys, have)
+                for source in sources:
+                    held.callback(source.close)
+                self.counts["peer_hits" if sources else "peer_misses"] += 1
+                for source in sources:
+                    have = await self._pull(cache, source, keys, have)
+            except KvtierError as exc:
+                _log.warning("peers' pages could not be taken: %s", exc)
+            except Exception:  # noqa: BLE001 - one prompt's pages, not the others'
+                _log.exception("fetching from peers failed")
 
     async def _pull(self, cache: Cache, source: Source, keys: bytes, have: int) -> int:
         """Fetch from one peer, piece by piece, until it has no more or something did not come; returns pages here."""

@@ -16,7 +16,7 @@ from kvtier.index import ANY, Node, Order
 from kvtier.index.node import on_path
 from kvtier.store.cache import Cache
 from kvtier.store.evictions import Evictions
-from kvtier.store.runs import names_of, unsaved_runs
+from kvtier.store.runs import names_of, unsaved_runs, within_reach
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
@@ -32,6 +32,8 @@ GONE = "gone"
 FULL_S = 1.0
 """So long after it gave something up for new pages, or could not, disk is taken for full."""
 PUMP_S = 1e-3
+MOST_OWN = 4 << 20
+"""Bytes that a cache over its quota gives up at once, before others have their turn."""
 SLICE = 64
 """Nodes looked at before other work on the loop has its turn: about a millisecond."""
 
@@ -73,6 +75,8 @@ class Persist:
         """The same by the node that they end in."""
         self.queued_pages = 0
         self._writing = 0
+        self._gave_way = False
+        """Whether the latest look at a quota made somebody give pages up."""
         self._moved = asyncio.Event()
         self._syncing = False
         self._pumping = False
@@ -210,7 +214,7 @@ class Persist:
         assert disk is not None
         cache, end = entry.cache, min(entry.end, entry.first + RUN_PAGES)
         items, nbytes = self._items(entry, end)
-        saved = items[0].page if items else self._within_reach(cache, entry.node, entry.first, end)
+        saved = items[0].page if items else within_reach(cache, entry.node, entry.first, end)
         if not saved and not items:
             entry.failed = "a page is in neither host nor disk"
             return True
@@ -224,9 +228,8 @@ class Persist:
         ):
             entry.failed = "the page before is not on disk"
             return True
-        if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self.evict):
-            entry.failed = Code.OVER_CAP
-            return True
+        if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self._evict_own):
+            return self._over(entry)
         if cache.disk is None:
             cache.disk = disk.open_cache(cache.id, cache.base, cache.scope, cache.epoch, cache.spec)
         first = entry.first
@@ -248,7 +251,7 @@ class Persist:
         out: list[Item] = []
         nbytes = 0
         cache, first = entry.cache, entry.first
-        end = first + self._within_reach(cache, entry.node, first, end)
+        end = first + within_reach(cache, entry.node, first, end)
         for group in range(cache.index.groups):
             host = cache.gather(entry.node, group, first, end - first, Tier.HOST)
             disk = cache.gather(entry.node, group, first, end - first, Tier.DISK)
@@ -259,18 +262,6 @@ class Persist:
                     nbytes += cache.item_bytes[group]
         out.sort(key=lambda item: (item.page, item.group))
         return out, nbytes
-
-    @staticmethod
-    def _within_reach(cache: Cache, node: Node, first: int, end: int) -> int:
-        """How many pages from `first` on have their anchors in host or on disk."""
-        count = end - first
-        if Tier.DEVICE not in cache.pools:
-            return count
-        for group in cache.index.anchors:
-            held, _ = cache.readable(node, group, first, count, (Tier.HOST, Tier.DISK))
-            if NO_COPY in held:
-                count = held.index(NO_COPY)
-        return count
 
     @staticmethod
     def _parent_saved(cache: Cache, node: Node, first: int) -> bool:
@@ -334,6 +325,18 @@ class Persist:
         self._moved.set()
 
     # -- room on disk ----------------------------------------------------------------------------------------------
+
+    def _evict_own(self, over: int, share: int) -> None:
+        """Evict what is over a quota, some of it at a time."""
+        self._gave_way = self.evict(min(over, MOST_OWN), share)
+
+    def _over(self, entry: Entry) -> bool:
+        """An entry does not fit its quota: later, where more can go, or never. As _write_run."""
+        if self._gave_way or self.ways.quotas.moving:
+            self.pump_soon()
+            return False
+        entry.failed = Code.OVER_CAP
+        return True
 
     def _make_room(self, entry: Entry, nbytes: int) -> None:
         """The disk refused a run: evict its coldest leaves, or fail the entry where nothing can go."""

@@ -155,8 +155,7 @@ class Pushes:
             self._counts["peer_push_dropped_gone"] += 1
             return True
         whole = True
-        cache.index.lease(node)
-        try:
+        with self.parts.leased(cache, node):
             keys = path_keys(cache, node)[: end * cache.index.stride]
             for home, pages in self._receivers(cache, shared, keys):
                 part = keys[: pages * cache.index.stride]
@@ -166,8 +165,6 @@ class Pushes:
                     continue
                 with contextlib.closing(sink):
                     whole = await self._feed(cache, node, sink, pages) and whole
-        finally:
-            self.parts.unlease(cache, node)
         return whole
 
     def _receivers(self, cache: Cache, shared: Shared, keys: bytes) -> list[tuple[str, int]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvtier.policy.quota import Rule
 from kvtier.store.cache import Cache
+from kvtier.store.slices import sliced
 from kvtier.types import Tier
 
 
@@ -19,6 +21,23 @@ class Quotas:
         self.writing: Counter[Cache] = Counter()
         """Bytes on their way to disk."""
         self._members: dict[int, list[Cache]] = {}
+        self.moving: dict[Cache, None] = {}
+        """Caches whose leaves are not all found under their rule yet."""
+        self._changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Move what comes under another rule, in slices, for ever."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while self.moving:
+                cache = next(iter(self.moving))
+                share = cache.index.share
+                async for _ in sliced(cache.index.move_to(share)):
+                    if cache.index.share != share:
+                        break
+                else:
+                    self.moving.pop(cache, None)
 
     def set(self, rules: Sequence[Rule], caches: Iterable[Cache]) -> None:
         """Other rules from now on; what is held beyond them goes when room is asked for next."""
@@ -31,13 +50,19 @@ class Quotas:
         """A cache comes under the first rule that fits it."""
         fits = (n for n, rule in enumerate(self.rules, 1) if rule.fits(cache.id, cache.spec.salt, cache.scope))
         share = next(fits, 0)
-        cache.index.move_to(share)
         if share:
             self._members.setdefault(share, []).append(cache)
+        if share != cache.index.share:
+            cache.index.share = share
+            if cache.index.nodes:
+                cache.index.moving = True
+                self.moving[cache] = None
+                self._changed.set()
 
     def leave(self, cache: Cache) -> None:
         """A cache is forgotten."""
         del self.writing[cache]
+        self.moving.pop(cache, None)
         if cache.index.share:
             self._members[cache.index.share].remove(cache)
 

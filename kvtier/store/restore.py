@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from kvtier.identity import CHAIN_BYTES, base_id
 from kvtier.index import Node
@@ -18,6 +19,7 @@ from kvtier.store.slices import sliced
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
 from kvtier.tiers.records import Run, name_of
+from kvtier.types import Tier
 
 if TYPE_CHECKING:
     from kvtier.store.parts import Parts
@@ -72,7 +74,7 @@ class Restore:
                 continue
             cache = self.parts.cache(record.spec, record.scope, record.epoch)
             cache.disk = number
-            self._places[number] = {cache.id[:CHAIN_BYTES]: cache.index.root}
+            self._places[number] = Places(cache.index.root, cache.id[:CHAIN_BYTES])
             owners[number] = cache
         return owners
 
@@ -107,11 +109,11 @@ class Restore:
         index, stride = cache.radix, cache.index.stride
         at, progress = 0, True
         until = time.perf_counter() + SLICE_S
-        while progress and (places := self._loading(cache)) is not None:
+        while progress and self._loading(cache):
             progress = False
-            chains = self._chains(cache, *index.deepest(keys))
-            end = len(chains) // CHAIN_BYTES - 1
-            for page in _places_along(places, chains, at, end) if index.groups > 1 else _last_place(places, chains):
+            node, end = index.deepest(keys)
+            chains = self._chains(cache, node, end)
+            for page in _on_disk(cache, node, at, end):
                 parent = chains[page * CHAIN_BYTES : (page + 1) * CHAIN_BYTES]
                 first = keys[page * stride : (page + 1) * stride]
                 progress |= bool(first) and self._seek(cache, page, parent, first)
@@ -123,15 +125,13 @@ class Restore:
     async def keys(self, cache: Cache, keys: list[bytes]) -> None:
         """Index what disk has of these keys of a keyed cache."""
         async for key in sliced(keys, slice_s=SLICE_S):
-            if self._loading(cache) is None:
+            if not self._loading(cache):
                 return
             self._seek(cache, 0, b"", key)
 
-    def _loading(self, cache: Cache) -> Places | None:
-        """Where a cache's runs are put; None where nothing is loading (any more)."""
-        if not self.parts.loading or cache.disk is None or cache.retired:
-            return None
-        return self._places.get(cache.disk)
+    def _loading(self, cache: Cache) -> bool:
+        """Whether runs of this cache may still be found on disk that are not indexed."""
+        return self.parts.loading and not cache.retired and cache.disk in self._places
 
     @staticmethod
     def _chains(cache: Cache, node: Node, end: int) -> bytes:
@@ -155,16 +155,19 @@ class Restore:
         return bool(found)
 
 
-def _places_along(places: Places, chains: bytes, first: int, end: int) -> Iterator[int]:
-    """Boundaries from `first` to `end` after a page that disk is known to have."""
-    for page in range(first, end + 1):
-        if chains[page * CHAIN_BYTES : (page + 1) * CHAIN_BYTES] in places:
-            yield page
+def _on_disk(cache: Cache, node: Node, first: int, end: int) -> list[int]:
+    """Boundaries from `first` to `end`, on the path to `node`, after a page that disk is known to have.
 
-
-def _last_place(places: Places, chains: bytes) -> list[int]:
-    """The last of them: where all items of a page are in one run, none begins between those that are known."""
-    for page in range(len(chains) // CHAIN_BYTES - 1, -1, -1):
-        if chains[page * CHAIN_BYTES : (page + 1) * CHAIN_BYTES] in places:
-            return [page]
-    return []
+    The last of all where all items of a page are in one run: then no other run begins before it.
+    """
+    found: list[int] = []
+    one = cache.index.groups == 1
+    first = 0 if one else first
+    up = node
+    while up.parent is not None and up.end >= first and not (one and found):
+        there = np.logical_or.reduce([up.present(group, (Tier.DISK,)) for group in range(cache.index.groups)])
+        found[:0] = [at for at in (np.flatnonzero(there) + up.depth + 1).tolist() if first <= at <= end]
+        up = up.parent
+    if not first and not (one and found):
+        found.insert(0, 0)
+    return found[-1:] if one else found

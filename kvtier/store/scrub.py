@@ -80,14 +80,11 @@ class Scrub:
         if handle == NO_COPY or sums is None:
             return 0
         item = Missing(node, place.group, place.page, place.tier, handle, sums[at])
-        index.lease(node)
-        try:
+        with self.space.leased(cache, node):
             wrong = await self._wrong(cache, item)
             self.counts["scrubbed_bytes"] += cache.item_bytes[place.group]
             if wrong:
                 self.loads.lose(cache, item, wrong)
-        finally:
-            self.space.unlease(cache, node)
         return cache.item_bytes[place.group]
 
     async def _wrong(self, cache: Cache, item: Missing) -> str:

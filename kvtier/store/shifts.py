@@ -76,6 +76,7 @@ class Shifter:
     def start(self, cache: Cache, node: Node, pages: int, work: Coroutine[Any, Any, None]) -> None:
         """Let work on a path go on by itself, under a lease of its own."""
         cache.index.lease(node)
+        cache.own += 1
         self.pages += pages
         task = asyncio.get_running_loop().create_task(self._guarded(cache, node, pages, work))
         self.tasks.add(task)
@@ -91,6 +92,7 @@ class Shifter:
             log.exception("moving pages failed")
         finally:
             self.pages -= pages
+            cache.own -= 1
             self.to.unlease(cache, node)
             self.moved.set()
 

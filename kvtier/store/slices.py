@@ -12,8 +12,9 @@ SLICE_S: Final = 1e-3
 T = TypeVar("T")
 
 
-async def sliced(items: Iterable[T], rest_s: float = 0.0, slice_s: float = SLICE_S) -> AsyncIterator[T]:
+async def sliced(items: Iterable[T], rest_s: float = 0.0, slice_s: float | None = None) -> AsyncIterator[T]:
     """The items; after each slice the loop has its turn, and at least `rest_s` seconds. They may change meanwhile."""
+    slice_s = SLICE_S if slice_s is None else slice_s
     until = time.perf_counter() + slice_s
     for item in items:
         yield item

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,7 +129,8 @@ class Space:
         evicted = f"pages_evicted_{self.name}"
         gone = self.counts[evicted]
         while not self.fits(cache, needs):
-            if self.counts[evicted] > gone:
+            moving = bool(self.ways.quotas.moving) and asyncio.get_running_loop().time() < deadline
+            if self.counts[evicted] > gone or moving:
                 gone = self.counts[evicted]
                 await asyncio.sleep(0)
             elif not await self.below.progress(deadline):
@@ -372,6 +374,19 @@ class Space:
                     if _holds(pool, slab, slab.group, int(held[at]))
                 ]
         return out
+
+    @contextlib.contextmanager
+    def leased(self, cache: Cache, *nodes: Node) -> Iterator[None]:
+        """Hold paths for a job of the daemon's own, which the daemon's check of itself knows of."""
+        for node in nodes:
+            cache.index.lease(node)
+        cache.own += len(nodes)
+        try:
+            yield
+        finally:
+            cache.own -= len(nodes)
+            for node in nodes:
+                self.unlease(cache, node)
 
     def unlease(self, cache: Cache, node: Node) -> None:
         """Let a path go, freeing what was doomed on it."""

@@ -12,6 +12,7 @@ from kvtier.identity import base_id
 from kvtier.peer.base import PeerTier
 from kvtier.policy.quota import Rule
 from kvtier.store import curves
+from kvtier.store.agreeing import Agreeing
 from kvtier.store.cache import Cache
 from kvtier.store.checkup import Checkup
 from kvtier.store.commits import Commits
@@ -90,6 +91,7 @@ class Store:
             wire.Forget: self.tokens.forget,
             wire.Order: Ordering(self.parts.mover).order,
             wire.Push: self.push,
+            wire.Agree: Agreeing(self.parts).agree,
             wire.Prefetch: self.tokens.prefetch,
             wire.Hint: Hints(self.parts).hint,
             wire.Reserve: self.tokens.reserve,
@@ -141,6 +143,7 @@ class Store:
         loop = asyncio.get_running_loop()
         self.loading = loop.create_task(self.parts.restore.run())
         self._background.append(loop.create_task(self.checkup.run()))
+        self._background.append(loop.create_task(self.parts.ways.quotas.run()))
         if self._scrub_bytes_s:
             self._background.append(loop.create_task(self.scrub.run(self._scrub_bytes_s)))
         if self.parts.disk is not None:
@@ -164,7 +167,7 @@ class Store:
             instance.cap_bytes, instance.device_cap = self.cap_bytes, self.device_cap
 
     def limit(self, quotas: Sequence[Rule]) -> None:
-        """Other quotas from now on."""
+        """Other quotas from now on; what is stored comes under them within moments."""
         self.parts.ways.quotas.set(quotas, self.parts.caches.values())
 
     # -- sessions --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from kvtier.heat import SCORES, Heat
 from kvtier.index import Node
 from kvtier.mover import Urgency
 from kvtier.store.cache import Cache
+from kvtier.store.graft import Places
 from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK
 from kvtier.tiers.records import Run
 from kvtier.types import NO_COPY, KvtierError, Tier
@@ -49,7 +50,9 @@ class Warmth:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._rows: NDArray[np.void] = np.empty(0, ROW)
-        self._of_run: dict[int, list[int]] = {}
+        """In the order of their handles."""
+        self._of_run: dict[int, tuple[int, int]] = {}
+        """By run: which rows are of its pages."""
         self._away_s = 0.0
         """Seconds since the rows were written."""
 
@@ -114,24 +117,26 @@ class Warmth:
             log.warning("%s is damaged: what is on disk begins cold", path)
             return
         self._away_s = max(0.0, time.time() - HEAD.unpack_from(raw)[1])
-        self._rows = rows
-        for number, handle in enumerate(rows["handle"].tolist()):
-            self._of_run.setdefault(handle >> PAGE_BITS, []).append(number)
+        self._rows = rows[np.argsort(rows["handle"])]
+        runs, first, count = np.unique(self._rows["handle"] >> PAGE_BITS, return_index=True, return_counts=True)
+        self._of_run = dict(zip(runs.tolist(), zip(first.tolist(), (first + count).tolist(), strict=True), strict=True))
 
-    def apply(self, cache: Cache, run: Run, chain_places: dict[bytes, Node]) -> None:
+    def apply(self, cache: Cache, run: Run, places: Places) -> None:
         """Warm the nodes that a run was just put into."""
-        for number in self._of_run.pop(run.id, ()):
-            row = self._rows[number]
-            page = int(row["handle"]) & PAGE_MASK
-            node = _keyed(cache, run) if cache.spec.keyed else chain_places.get(run.chains[page * 16 : page * 16 + 16])
+        span = self._of_run.pop(run.id, None)
+        if span is None:
+            return
+        for handle, idle, scores in self._rows[slice(*span)].tolist():
+            page = handle & PAGE_MASK
+            node = _keyed(cache, run) if cache.spec.keyed else places.below(run, page)
             if node is None or node.dead:
                 continue
             node, _ = cache.index.locate(node, 0 if cache.spec.keyed else run.depth + page)
             then = self.parts.now() - self._away_s
-            used = then - float(row["idle"])
+            used = then - idle
             node.time = max(node.time, used) if node.time else used
             if node.heat is None:
-                node.heat = Heat.renewed(row["scores"].tolist(), then)
+                node.heat = Heat.renewed(scores.tolist(), then)
             self.parts.counts["heat_restored"] += 1
 
     def forget(self) -> None:

@@ -149,11 +149,14 @@ class Catalogue:
         """Up to `count` runs behind this key: key, value, and the value of the mask if there is one."""
         out: list[tuple[bytes, bytes, bytes | None]] = []
         with self._remap, self._env.begin() as txn:
-            cursor = txn.cursor(self._dbs[b"runs"])
+            cursor, masks = txn.cursor(self._dbs[b"runs"]), txn.cursor(self._dbs[b"live"])
             found = cursor.set_range(after + b"\0")
+            masked = masks.key() if masks.set_range(after + b"\0") else None
             while found and len(out) < count:
                 key, value = cursor.item()
-                out.append((bytes(key), bytes(value), txn.get(key, db=self._dbs[b"live"])))
+                while masked is not None and masked < key:
+                    masked = masks.key() if masks.next() else None
+                out.append((key, value, masks.value() if masked == key else None))
                 found = cursor.next()
         return out
 

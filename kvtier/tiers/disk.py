@@ -42,13 +42,13 @@ from kvtier.tiers.records import (
     check_items,
     encode_cache,
     encode_number,
-    encode_run,
     encode_version,
     name_of,
     run_number,
     run_prefix,
 )
 from kvtier.tiers.relocate import Relocator
+from kvtier.tiers.runrecord import encode_run
 from kvtier.tiers.transfers import Reads, Writing
 from kvtier.tiers.upkeep import Upkeep
 from kvtier.types import RUN_PAGES, Code, bad

@@ -18,12 +18,12 @@ from kvtier.tiers.records import (
     Placed,
     Run,
     decode_number,
-    decode_run,
     encode_number,
     place,
     run_number,
     spans_of,
 )
+from kvtier.tiers.runrecord import decode_run
 from kvtier.types import RUN_PAGES, Changed, Code, KvtierError
 
 PAGE_BITS: Final = 6

@@ -18,8 +18,6 @@ import xxhash
 
 from kvtier.identity import CacheSpec
 from kvtier.tiers.cells import Layout, Span, layout_of
-from kvtier.tiers.keyplanes import pack_keys, unpack_keys
-from kvtier.tiers.layouts import packed_layouts
 from kvtier.types import bad
 
 FORMAT: Final = 2
@@ -192,31 +190,18 @@ def run_prefix(depth: int, name: bytes) -> bytes:
     return _RUN_KEY.pack(depth, name, 0)[:12]
 
 
+def run_key(key: bytes) -> tuple[int, bytes, int]:
+    """Depth, name and id in a run's catalogue key; raises struct.error where it is none."""
+    depth, name, number = _RUN_KEY.unpack(key)
+    return depth, name, number
+
+
 def run_number(key: bytes) -> int:
     """The run's id in its catalogue key; 0 where the key is none."""
     return int(_RUN_KEY.unpack(key)[2]) if len(key) == _RUN_KEY.size else 0
 
 
-class _Group(msgspec.Struct, array_like=True, frozen=True):
-    """One group of a run: which pages have an item, their cells as (first, blocks, count) triples, their sums."""
-
-    present: int
-    spans: tuple[int, ...]
-    sums: bytes
-
-
-class _Run(msgspec.Struct, array_like=True, frozen=True):
-    cache: int
-    pages: int
-    parent: bytes
-    planes: int
-    keys: bytes
-    chains: bytes
-    groups: tuple[_Group, ...]
-
-
 _encode = msgspec.msgpack.Encoder().encode
-_decode_run = msgspec.msgpack.Decoder(_Run).decode
 _decode_cache = msgspec.msgpack.Decoder(CacheRecord).decode
 
 
@@ -225,13 +210,12 @@ def seal(key: bytes, body: bytes) -> bytes:
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(key + body))
 
 
-def unseal(key: bytes, value: bytes | memoryview) -> memoryview:
+def unseal(key: bytes, value: bytes | memoryview) -> bytes:
     """The body of a sealed value; raises Damaged where the checksum differs."""
-    view = memoryview(value)
-    body = view[: -_CHECK.size]
-    check = xxhash.xxh3_64(key)
-    check.update(body)
-    if len(view) < _CHECK.size or check.intdigest() != _CHECK.unpack(view[-_CHECK.size :])[0]:
+    sealed = bytes(value)
+    body = sealed[: -_CHECK.size]
+    check = int.from_bytes(sealed[-_CHECK.size :], "little")
+    if len(sealed) < _CHECK.size or xxhash.xxh3_64_intdigest(key + body) != check:
         raise Damaged
     return body
 
@@ -287,52 +271,6 @@ def _spread(pages: int, count: int, present: int, flat: array[int], have: array[
         parts[page * count : page * count + count] = flat[at * count : at * count + count]
         sums[page] = have[at]
     return parts, sums
-
-
-def encode_run(run: Run, groups: Sequence[Placed]) -> bytes:
-    """The catalogue's value for a run whose keys and chains are still in memory."""
-    planes, keys = pack_keys(run.keys)
-    parts = tuple(
-        _Group(present, tuple(n for s in spans for n in s), sums.tobytes()) for present, spans, sums in groups
-    )
-    return seal(run.key, _encode(_Run(run.cache, run.pages, run.parent, planes, keys, run.chains, parts)))
-
-
-def decode_run(
-    key: bytes, value: bytes | memoryview, caches: dict[int, tuple[Layout, ...]]
-) -> tuple[Run, list[Span]] | None:
-    """A run and all its cells, as written; None where its cache is gone. Raises Damaged."""
-    try:
-        record = _decode_run(unseal(key, value))
-        depth, name, number = _RUN_KEY.unpack(key)
-        if record.cache not in caches:
-            return None
-        run = Run(number, record.cache, record.pages, caches[record.cache])
-        if len(record.groups) > run.groups:
-            run.layouts = packed_layouts(run.layouts)
-        run.parent, run.depth, run.name = record.parent, depth, name
-        run.keys, run.chains = unpack_keys(record.planes, record.keys), record.chains
-        groups = [Placed(g.present, _triples(g.spans), array("Q", g.sums)) for g in record.groups]
-        place(run, groups)
-    except (msgspec.DecodeError, ValueError, struct.error) as error:
-        raise Damaged from error
-    return run, [span for group in groups for span in group.spans]
-
-
-def rename_run(body: memoryview, depth: int, number: int) -> tuple[bytes, bytes]:
-    """The key and the value in this format of a run's body that older formats filed elsewhere. Raises Damaged."""
-    try:
-        record = _decode_run(body)
-    except msgspec.DecodeError as error:
-        raise Damaged from error
-    keys = unpack_keys(record.planes, record.keys)
-    name = name_of(record.parent, keys[: len(keys) // record.pages])
-    key = _RUN_KEY.pack(depth, name, number)
-    return key, seal(key, bytes(body))
-
-
-def _triples(flat: tuple[int, ...]) -> list[Span]:
-    return [Span(*flat[at : at + 3]) for at in range(0, len(flat), 3)]
 
 
 def encode_number(key: bytes, live: int) -> bytes:

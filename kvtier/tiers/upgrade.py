@@ -22,9 +22,9 @@ from kvtier.tiers.records import (
     decode_version,
     encode_number,
     encode_version,
-    rename_run,
     unseal,
 )
+from kvtier.tiers.runrecord import rename_run
 
 log = logging.getLogger("kvtier.disk")
 

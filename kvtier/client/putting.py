@@ -1,0 +1,79 @@
+"""Storing many pages in one go: while some are copied, room is made for the next and those before are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvtier import wire
+from kvtier.client.caches import KeyPath, OpenCache
+from kvtier.client.held import HeldReservation
+from kvtier.client.layout import Bytes
+from kvtier.client.link import Away, Start, Steps, Ticket, Wait
+from kvtier.client.slots import Slots
+from kvtier.types import Kind, bad
+
+BATCH_BYTES: Final = 4 << 20
+"""Copied between two requests: long beside a round trip, short beside a prompt."""
+
+SLOW_BYTES_S: Final = 200e6
+"""A copy that is slower than this counts as stuck."""
+
+
+def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> Steps[int]:
+    """How many leading rows of `data` are served when all is done; see Path.put."""
+    cache = path.cache
+    pages = _pages(cache, data)
+    step = max(1, BATCH_BYTES // sum(rows.shape[1] for rows in data))
+    commits: list[tuple[int, Ticket[wire.Committed]]] = []
+    if not pages:
+        return 0
+    joined, reply = yield from path._reserving(first, min(step, pages), (), wait_ms, device=False)  # noqa: SLF001 - one idea
+    at, asked = 0, min(step, pages)
+    coming: Ticket[wire.Reserved] | None = None
+    while True:
+        held, coming = HeldReservation(cache, first + at, joined, reply), None
+        end = at + held.pages
+        if held.pages == asked and end < pages:
+            asked = min(2 * asked, pages - end)  # a few large requests cost the daemon less than many small ones
+            coming = yield Start(joined, path.next_room(first + end, asked, wait_ms), wire.Reserved)
+        wrote = True
+        for lo in range(at, end, step):
+            hi = min(lo + step, end)
+            wrote = wrote and all(
+                held.write_pages(g, first + lo, rows[lo:hi], summed=True) for g, rows in enumerate(data)
+            )
+            if wrote:
+                commits.append((at, (yield Start(joined, held.commit_now(first + lo, hi - lo), wire.Committed))))
+        yield from held._aborting()  # noqa: SLF001 - says nothing where all is committed
+        if coming is None or not wrote:
+            break
+        at, reply = end, _there((yield Wait(coming)))
+    if coming is not None:
+        yield from HeldReservation(cache, first + end, joined, _there((yield Wait(coming))))._aborting()  # noqa: SLF001
+    served = 0
+    for at, ticket in commits:
+        done: wire.Committed = _there((yield Wait(ticket)))
+        if at <= served:
+            served = max(served, at + done.published)
+    return served
+
+
+def _pages(cache: OpenCache, data: Sequence[Bytes]) -> int:
+    """Rows of each group; raises bad_request."""
+    groups = cache.spec.groups
+    if cache.spec.keyed or any(group.kind is not Kind.FULL for group in groups):
+        raise bad("cache", "a token cache of full groups")
+    if len(data) != len(groups) or len({len(rows) for rows in data}) != 1:
+        raise bad("data", f"as many rows for each of {len(groups)} groups", [len(rows) for rows in data])
+    for number, (group, rows) in enumerate(zip(groups, data, strict=True)):
+        part = cache.slice_of(number)
+        Slots.expect_rows(rows, f"data[{number}]", group.item_bytes if part is None else part.cells * group.cell_bytes)
+    return len(data[0])
+
+
+def _there(reply: Any) -> Any:
+    """What came in time; raises Away."""
+    if reply is None:
+        raise Away("the daemon did not answer in time")
+    return reply

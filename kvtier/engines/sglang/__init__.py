@@ -1,0 +1,1 @@
+"""SGLang on kvtier: KvtierHiCache, the storage below HiCache's host tier."""

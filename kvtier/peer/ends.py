@@ -1,0 +1,140 @@
+"""A connection to a peer that one task uses for one path: what it fetches from there, and what it gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvtier.peer import frames
+from kvtier.peer.base import Pick, Place, Shared
+from kvtier.peer.frames import Refusal
+from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
+from kvtier.peer.node import Node
+from kvtier.peer.pipe import Pipe
+
+if TYPE_CHECKING:
+    from kvtier.peer.direct import Direct
+
+
+class _MismatchError(EOFError):
+    """A peer answered something that was not asked."""
+
+
+class _Held:
+    """A connection that one task uses for one path."""
+
+    def __init__(self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes) -> None:
+        self.node = peer.name
+        self._tier = tier
+        self._peer = peer
+        self._pipe: Pipe | None = pipe
+        self._shared = shared
+        self._keys = keys
+
+    def _open(self) -> Pipe:
+        """The connection; raises EOFError once it is closed."""
+        if self._pipe is None:
+            raise EOFError("this peer failed before")
+        return self._pipe
+
+    def _fail(self, exc: BaseException) -> None:
+        """Give a failed connection up; raises what is no fault of the peer."""
+        if self._pipe is not None:
+            self._peer.give(self._pipe, good=refused(exc))
+            self._pipe = None
+            self._tier.blame(self._peer, exc)
+
+    def close(self) -> None:
+        """See Source and Sink."""
+        if self._pipe is not None:
+            self._peer.give(self._pipe, good=True)
+            self._pipe = None
+
+
+class DirectSource(_Held):
+    """A peer that answered Found."""
+
+    def __init__(self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, pages: int) -> None:
+        super().__init__(tier, peer, pipe, shared, keys)
+        self.pages = pages
+        self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
+
+    async def fetch(self, places: Sequence[Place]) -> list[int | None]:
+        """See Source."""
+        order = sorted(range(len(places)), key=lambda at: (places[at].group, places[at].page))
+        out: list[int | None] = [None] * len(places)
+        try:
+            found = await self._fetch([places[at] for at in order])
+        except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
+            self._fail(exc)
+            return out
+        for at, value in zip(order, found, strict=True):
+            out[at] = value
+        return out
+
+    async def _fetch(self, places: list[Place]) -> list[int | None]:
+        """Ask for the items and let them arrive; whatever is not exactly what was asked for is a fault."""
+        pipe, tier = self._open(), self._tier
+        items = [(place.group, place.page) for place in places]
+        nbytes = nbytes_of(self._shared.spec, items)
+        picks = picks_of(items)
+
+        until = asyncio.get_running_loop().time() + 2 * tier.within(nbytes)  # it may read its disk first
+        try:
+            async with asyncio.timeout_at(until):
+                load = await pipe.ask(frames.Fetch(picks), frames.Load)
+            if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
+                raise _MismatchError("it announced other pages than were asked for")  # noqa: TRY301 - counted below
+            sums = np.frombuffer(load.sums, "<u8").tolist()
+            found = await pipe.fill(tier.pool, places, sums, until - asyncio.get_running_loop().time())
+        except _MismatchError:
+            tier.counts["peer_mismatch"] += 1
+            raise
+        if None in found:
+            tier.counts["peer_checksum"] += found.count(None)
+            self._fail(EOFError("pages did not arrive, or were not what was stored"))
+        return found
+
+
+class DirectSink(_Held):
+    """A home that answered Wanted."""
+
+    def __init__(
+        self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, picks: tuple[Pick, ...]
+    ) -> None:
+        super().__init__(tier, peer, pipe, shared, keys)
+        self.picks = picks
+        self._echo = echo(shared.id, keys)
+
+    async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
+        """See Sink."""
+        pipe, tier = self._open(), self._tier
+        items = [(place.group, place.page) for place in places]
+        nbytes = nbytes_of(self._shared.spec, items)
+        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo)
+        within = 2 * tier.within(nbytes)
+        try:
+            async with asyncio.timeout(within):
+                await pipe.pour(tier.pool, load, places, within)
+                return (await pipe.receive(frames.Stored)).pages
+        except BaseException as exc:
+            self._fail(exc)
+            raise
+
+    async def more(self) -> None:
+        """See Sink."""
+        try:
+            async with asyncio.timeout(self._tier.deadline_s):
+                self.picks = (await self._open().ask(frames.More(), frames.Wanted)).picks
+            items_of(self._shared.spec, self.picks, len(self._keys) // self._shared.spec.stride)
+        except BaseException as exc:
+            self._fail(exc)
+            raise
+
+
+def refused(exc: BaseException) -> bool:
+    """Whether a peer answered, with a no."""
+    return isinstance(exc, Refusal)

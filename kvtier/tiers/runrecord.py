@@ -1,0 +1,105 @@
+"""How the catalogue spells a run."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from kvtier.tiers.cells import Layout, Span
+from kvtier.tiers.keyplanes import pack_keys, unpack_keys
+from kvtier.tiers.layouts import packed_layouts
+from kvtier.tiers.records import Damaged, Placed, Run, name_of, place, run_key, run_prefix, seal, unseal
+
+
+class _Group(msgspec.Struct, array_like=True, frozen=True):
+    """One group of a run: which pages have an item, their cells as (first, blocks, count) triples, their sums."""
+
+    present: int
+    spans: tuple[int, ...]
+    sums: bytes
+
+
+class _Run(msgspec.Struct, array_like=True, frozen=True):
+    cache: int
+    pages: int
+    parent: bytes
+    planes: int
+    keys: bytes
+    chains: bytes
+    groups: tuple[_Group, ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_run = msgspec.msgpack.Decoder(_Run).decode
+
+
+def encode_run(run: Run, groups: Sequence[Placed]) -> bytes:
+    """The catalogue's value for a run whose keys and chains are still in memory."""
+    planes, keys = pack_keys(run.keys)
+    parts = tuple(
+        _Group(present, tuple(n for s in spans for n in s), sums.tobytes()) for present, spans, sums in groups
+    )
+    return seal(run.key, _encode(_Run(run.cache, run.pages, run.parent, planes, keys, run.chains, parts)))
+
+
+def decode_run(
+    key: bytes, value: bytes | memoryview, caches: dict[int, tuple[Layout, ...]]
+) -> tuple[Run, list[Span]] | None:
+    """A run and all its cells, as written; None where its cache is gone. Raises Damaged."""
+    try:
+        record = _decode_run(unseal(key, value))
+        depth, name, number = run_key(key)
+        if record.cache not in caches:
+            return None
+        run = Run(number, record.cache, record.pages, caches[record.cache])
+        if len(record.groups) > run.groups:
+            run.layouts = packed_layouts(run.layouts)
+        run.parent, run.depth, run.name = record.parent, depth, name
+        run.keys, run.chains = unpack_keys(record.planes, record.keys), record.chains
+        if (spans := _plain(run, record.groups)) is not None:
+            return run, spans
+        groups = [Placed(g.present, _triples(g.spans), array("Q", g.sums)) for g in record.groups]
+        place(run, groups)
+    except (msgspec.DecodeError, ValueError, struct.error) as error:
+        raise Damaged from error
+    return run, [span for group in groups for span in group.spans]
+
+
+def _plain(run: Run, groups: tuple[_Group, ...]) -> list[Span] | None:
+    """Place a run as most are: every item in one cell, each group's in one span. None, and no change, for others."""
+    if len(groups) != run.groups:
+        return None
+    pages, full = run.pages, (1 << run.pages) - 1
+    cells, sums, spans = [], [], []
+    for (blocks, parts, _), group in zip(run.layouts, groups, strict=True):
+        if parts != 1 or group.present != full or len(group.spans) != 3 or len(group.sums) != 8 * pages:
+            return None
+        first, size, count = group.spans
+        if size != blocks or count != pages:
+            return None
+        cells.append(array("q", range(first, first + blocks * pages, blocks)))
+        sums.append(array("Q", group.sums))
+        spans.append(Span(first, size, count))
+    run.live = full
+    run.cells = run.parts = tuple(cells)
+    run.sums = tuple(sums)
+    return spans
+
+
+def rename_run(body: bytes, depth: int, number: int) -> tuple[bytes, bytes]:
+    """The key and the value in this format of a run's body that older formats filed elsewhere. Raises Damaged."""
+    try:
+        record = _decode_run(body)
+    except msgspec.DecodeError as error:
+        raise Damaged from error
+    keys = unpack_keys(record.planes, record.keys)
+    name = name_of(record.parent, keys[: len(keys) // record.pages])
+    key = run_prefix(depth, name) + number.to_bytes(8, "big")
+    return key, seal(key, body)
+
+
+def _triples(flat: tuple[int, ...]) -> list[Span]:
+    return [Span(*flat[at : at + 3]) for at in range(0, len(flat), 3)]

@@ -1,0 +1,85 @@
+"""A llama.cpp context that does what it is told by JSON lines; runs in the venv that has llama-cpp-python.
+
+Each line is {"do": name, ...}; each answer is a line that begins with ANSWER. `start` loads the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+ANSWER = "\x1eanswer "
+
+
+class Engine:
+    """One Llama; each public method is a thing that can be told."""
+
+    def start(self, model: str, socket: str | None, salt: str = "", exact: bool = False, **options: Any) -> Any:
+        """Load the model, and attach it where there is a socket."""
+        from llama_cpp import Llama
+
+        defaults = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
+        self.llm = Llama(model, **(defaults | options))
+        self.kv = None
+        if socket is not None:
+            from kvtier.client import Client
+            from kvtier.engines.llamacpp import attach
+
+            client = Client(socket, verify="always")
+            self.kv = attach(self.llm, client=client, salt=salt.encode(), exact=exact)
+        return {}
+
+    def generate(self, prompt: list[int], tokens: int = 8) -> dict[str, Any]:
+        """A greedy continuation, the digest of the last logits, and what came from kvtier."""
+        out: list[int] = []
+        for token in self.llm.generate(prompt, temp=0.0, top_k=1):
+            out.append(token)
+            if len(out) == tokens:
+                break
+        return {"tokens": out, "logits": self._logits(), "hit": self.kv.last.hit_tokens if self.kv else 0}
+
+    def evaluate(self, prompt: list[int], cut: int, tokens: int = 8) -> dict[str, Any]:
+        """The same as computed in two parts, as an engine does that has loaded the first."""
+        self.forget()
+        self.llm.eval(prompt[:cut])
+        return self.generate(prompt, tokens)
+
+    def forget(self) -> dict[str, Any]:
+        """Empty the context."""
+        self.llm.reset()
+        self.llm._ctx.kv_cache_clear()
+        return {}
+
+    def complete(self, text: str, **options: Any) -> dict[str, Any]:
+        """What `create_completion` gives for a text."""
+        done = self.llm.create_completion(text, temperature=0.0, **options)["choices"][0]
+        return {"text": done["text"], "reason": done["finish_reason"], "hit": self.kv.last.hit_tokens}
+
+    def _logits(self) -> str:
+        import numpy as np
+
+        row = np.ctypeslib.as_array(self.llm._ctx.get_logits(), shape=(self.llm.n_vocab(),))
+        return hashlib.sha256(row.tobytes()).hexdigest()
+
+
+def main() -> None:
+    """Do what is told until the input ends."""
+    engine = Engine()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what llama.cpp prints must not mix with the answers
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer = {"ok": getattr(engine, order.pop("do"))(**order)}
+        except Exception as exc:  # noqa: BLE001 - the test is told
+            answer = {"error": f"{type(exc).__name__}: {exc}", "trace": traceback.format_exc()}
+        out.write(ANSWER + json.dumps(answer) + "\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

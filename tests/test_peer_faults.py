@@ -1,0 +1,98 @@
+"""What every peer tier must do when what it talks to dies, hangs or comes back: one suite over real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from engines import Engine, idle, tokens
+from peerkit import REMOTES, SPEC, blank, fetched, given, given_soon
+from storekit import storing, until
+
+DEADLINE_S = 0.5
+PATH = tokens(*range(1, 10))
+CROWD = 64
+
+
+@pytest.mark.slow
+@REMOTES
+async def test_a_killed_server_is_a_miss_and_serves_again_soon_after_it_is_back(tmp_path: Path, remote) -> None:
+    """Kill -9: sources give nothing, nobody is asked; back and empty it takes and gives pages within seconds."""
+    async with remote(tmp_path, DEADLINE_S) as far:
+        assert await given(far.tier, far.shared, PATH) == 9
+        assert await fetched(far.tier, far.shared, PATH) == 9
+        (source,) = await far.tier.find(far.shared, PATH, 0)
+        far.server.kill()
+        assert await source.fetch(blank(range(9))) == [None] * 9
+        source.close()
+        await until(lambda: not far.tier.answers())
+        assert not far.tier.worth(far.shared, PATH, 0)
+        assert await far.tier.find(far.shared, PATH, 0) == []
+        far.server.start()
+        await until(far.tier.answers)
+        assert await fetched(far.tier, far.shared, PATH) == 0, "it was started empty"
+        await given_soon(far.tier, far.shared, PATH)
+        await until(lambda: far.tier.worth(far.shared, PATH, 0))
+        assert await fetched(far.tier, far.shared, PATH) == 9
+
+
+@REMOTES
+async def test_a_stopped_server_is_one_deadline_and_then_nothing(tmp_path: Path, remote) -> None:
+    """SIGSTOP: what was asked ends while the server still hangs; after that nobody is asked until it goes on."""
+    async with remote(tmp_path, DEADLINE_S) as far:
+        assert await given(far.tier, far.shared, PATH) == 9
+        (source,) = await far.tier.find(far.shared, PATH, 0)
+        far.server.signal(signal.SIGSTOP)
+        places = blank(range(9))
+        assert await source.fetch(places) == [None] * 9
+        source.close()
+        assert not far.tier.answers()
+        assert await far.tier.find(far.shared, PATH, 0) == []
+        assert far.tier.counts["peer_down"] == 1
+        far.server.signal(signal.SIGCONT)
+        await until(far.tier.answers)
+        assert not any(place.views[0].any() for place in places), "nobody writes there any more"
+        assert await fetched(far.tier, far.shared, PATH) == 9
+
+
+@pytest.mark.slow
+@REMOTES
+async def test_a_crowd_before_a_stopped_server_is_bounded_and_all_of_it_gets_an_answer(tmp_path: Path, remote) -> None:
+    """Many questions at once while it hangs: each is a miss, few are under way, and later ones find all the room."""
+    async with remote(tmp_path, DEADLINE_S) as far:
+        paths = [tokens(1000 + n, 7) for n in range(CROWD)]
+        for path in paths[:4]:
+            assert await given(far.tier, far.shared, path) == 2
+        far.server.signal(signal.SIGSTOP)
+        found = await asyncio.gather(*(far.tier.find(far.shared, path, 0) for path in paths))
+        assert found == [[]] * CROWD
+        far.server.signal(signal.SIGCONT)
+        await until(far.tier.answers)
+        assert [await fetched(far.tier, far.shared, path) for path in paths[:4]] == [2] * 4
+        again = await asyncio.gather(*(fetched(far.tier, far.shared, path) for path in paths))
+        assert again == [2] * 4 + [0] * (CROWD - 4)
+
+
+@pytest.mark.slow
+@REMOTES
+async def test_an_engine_gets_its_miss_and_no_slot_stays_taken_when_a_server_hangs(tmp_path: Path, remote) -> None:
+    """A store whose peers hang serves what is here, holds nothing for what did not come, and gets it later."""
+    async with remote(tmp_path, DEADLINE_S) as far, storing(None) as near:
+        await given(far.tier, far.shared, PATH)
+        near.join_fleet(far.tier)
+        engine = Engine(near)
+        await engine.open(SPEC)
+        far.server.signal(signal.SIGSTOP)
+        assert await engine.get(PATH, wait_ms=60_000) == 0
+        await until(lambda: not near.parts.peers.busy)
+        assert idle(near) == [f"instances left: {list(near.parts.instances)}"]
+        far.server.signal(signal.SIGCONT)
+        await until(far.tier.answers)
+        assert await engine.get(PATH) == 9
+        engine.leave()
+        await until(lambda: not near.parts.peers.busy)
+        assert idle(near) == []
+        near.parts.peers = None  # the tier is closed by whoever made it

@@ -1,0 +1,276 @@
+"""Redis and Valkey as the store that a fleet shares: daemons, a Cluster that loses a server, passwords, TLS, limits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from engines import tokens
+from fleetkit import DEADLINE_MS, Host, free_ports, write_secrets
+from fleetkit import until as waited
+from kvtier import wire
+from kvtier.config import load
+from kvtier.demo.daemon import Daemon
+from kvtier.depots import Redis as Settings
+from kvtier.peer.depot import Depot
+from kvtier.peer.redis import Login, RedisShelf
+from kvtier.peer.secrets import read
+from kvtier.peer.shelf import item_name, marks
+from kvtier.types import KvtierError
+from peerkit import PATIENCE_S, SPEC, fetched, given, given_soon
+from sharedkit import REDIS, Redis, needs_redis
+from storekit import until
+
+pytestmark = needs_redis
+PATHS = [tokens(*range(100 * n, 100 * n + 5)) for n in range(1, 41)]
+NEW = [tokens(*range(100 * n, 100 * n + 5)) for n in range(51, 61)]
+PAGES = [list(range(100 * n, 100 * n + 5)) for n in range(1, 7)]
+
+
+@asynccontextmanager
+async def sharing(home: Path, shelf: RedisShelf, deadline_s: float = PATIENCE_S) -> AsyncIterator[Depot]:
+    """A started tier."""
+    secrets = home / "secrets"
+    tier = Depot(shelf, read(secrets if secrets.exists() else write_secrets(secrets, ["uid:0"])), deadline_s=deadline_s)
+    tier.start()
+    try:
+        yield tier
+    finally:
+        await tier.close()
+
+
+def hosts(home: Path, server: Redis, names: str = "ab") -> Iterator[Host]:
+    """Daemons that share a Redis."""
+    secrets = write_secrets(home / "secrets", [f"uid:{os.getuid()}"])
+    for name in names:
+        (home / name).mkdir()
+        flags = [
+            "--peers-backend=redis", f"--peers-redis-servers=127.0.0.1:{server.port}", f"--peers-secrets={secrets}",
+            f"--peers-deadline-ms={DEADLINE_MS}",
+        ]  # fmt: skip
+        yield Host(name, Daemon(home / name, host="64MiB", disk="0", flags=flags))
+
+
+@contextmanager
+def fleet(home: Path) -> Iterator[tuple[Redis, Host, Host]]:
+    """A Redis and two daemons that found it."""
+    with ExitStack() as stack:
+        server = stack.enter_context(Redis(home))
+        a, b = hosts(home, server)
+        for host in (a, b):
+            stack.callback(host.close)
+            host.start()
+            waited(lambda host=host: len(host.up()) == 1)
+        yield server, a, b
+
+
+@pytest.mark.slow
+def test_daemons_that_share_a_redis_serve_each_others_pages(tmp_path: Path) -> None:
+    """What one computes another serves bit exact; a purge is for all; kill -9 and SIGSTOP of the server are misses."""
+    with fleet(tmp_path) as (server, a, b):
+        for pages in PAGES:
+            assert a.put(pages) == 5
+        waited(a.settled)
+        assert a.count("pages_pushed_peer") == 30
+        assert [b.get(pages) for pages in PAGES] == [5] * 6
+        assert b.count("pages_loaded_peer") == 30
+        assert b.ask(wire.Status())["peers"][0]["name"] == f"redis 127.0.0.1:{server.port}"
+        b.emptied()
+        assert [b.get(pages) for pages in PAGES] == [0] * 6, "purged for everybody"
+        assert b.put(PAGES[0]) == 5
+        waited(b.settled)
+        a.emptied()
+        server.signal(signal.SIGSTOP)
+        assert a.get(PAGES[0], wait_ms=60_000) == 0
+        server.signal(signal.SIGCONT)
+        waited(lambda: a.up() != set())
+        server.kill()
+        assert a.get(PAGES[1], wait_ms=60_000) == 0
+        server.start()
+        waited(lambda: b.up() != set())
+        assert b.put(PAGES[2]) == 5
+        waited(lambda: a.up() != set() and b.settled())
+        assert a.get(PAGES[2]) == 5
+        for host in (a, b):
+            host.emptied()
+
+
+@contextmanager
+def cluster(home: Path) -> Iterator[list[Redis]]:
+    """Three servers that share the slots and go on when one is lost."""
+    ports = [port for port in free_ports(24) if port < 50_000][:3]  # the port of their bus is 10,000 above
+    flags = ["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no", "--cluster-node-timeout", "1000"]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(Redis(home, port, *flags)) for port in ports]
+        for n, server in enumerate(servers):
+            first, last = 16384 * n // 3, 16384 * (n + 1) // 3 - 1
+            assert b"OK" in server.cli("CLUSTER", "ADDSLOTSRANGE", str(first), str(last))
+            server.cli("CLUSTER", "MEET", "127.0.0.1", str(ports[0]))
+        for server in servers:
+            waited(lambda server=server: b"cluster_state:ok" in server.cli("CLUSTER", "INFO"))
+            waited(lambda server=server: b"cluster_known_nodes:3" in server.cli("CLUSTER", "INFO"))
+        yield servers
+
+
+@pytest.mark.slow
+async def test_a_cluster_that_loses_a_server_loses_its_share_only(tmp_path: Path) -> None:
+    """Three servers: pages are on all of them; one killed costs what was on it, and serves again when it is back."""
+    with cluster(tmp_path) as servers:
+        shelf = RedisShelf([servers[0].address], deadline_s=1.0)
+        async with sharing(tmp_path, shelf, 1.0) as tier:
+            await until(lambda: len(shelf.status()) == 3 and all(row["up"] for row in shelf.status()))
+            shared = tier.shared(SPEC, "uid:0", 0)
+            for path in PATHS:
+                assert await given(tier, shared, path) == 5
+            assert all(len(server.names()) > 0 for server in servers)
+            assert [await fetched(tier, shared, path) for path in PATHS] == [5] * len(PATHS)
+            lost = next(s for s in servers if not any(b"{generation}" in key for key in s.names()))
+            lost.kill()
+            await until(lambda: sum(row["up"] for row in shelf.status()) == 2)
+            left = [await fetched(tier, shared, path) for path in PATHS]
+            assert any(0 < pages < 5 for pages in left), "a path whose later pages were there"
+            before = sum(len(server.names()) for server in servers if server is not lost)
+            for path in NEW:
+                with contextlib.suppress(OSError, AssertionError):
+                    await given(tier, shared, path)
+            assert sum(len(server.names()) for server in servers if server is not lost) > before, "others take theirs"
+            assert tier.counts["peer_checksum"] + tier.counts["peer_mismatch"] + tier.counts["peer_torn"] == 0
+            lost.start()
+            await until(lambda: all(row["up"] for row in shelf.status()))
+            for path in PATHS:
+                await given_soon(tier, shared, path)
+            assert [await fetched(tier, shared, path) for path in PATHS] == [5] * len(PATHS)
+
+
+@pytest.mark.slow
+async def test_slots_that_moved_are_found_where_they_are_now(tmp_path: Path) -> None:
+    """A slot that an operator moved is refused by its old owner; the map is read anew, and pages go to the new one."""
+    with cluster(tmp_path) as servers:
+        shelf = RedisShelf([servers[0].address], deadline_s=PATIENCE_S)
+        async with sharing(tmp_path, shelf) as tier:
+            await until(lambda: len(shelf.status()) == 3 and all(row["up"] for row in shelf.status()))
+            shared = tier.shared(SPEC, "uid:0", 0)
+            generation = await tier.generation(shared, time.monotonic() + PATIENCE_S)
+            mark = next(marks(shared, PATHS[0]))
+            tag = item_name(shared, generation, mark, 0).partition("{")[2].partition("}")[0]
+            slot = int(servers[0].cli("CLUSTER", "KEYSLOT", tag)[1:])
+            before = next(n for n in range(3) if slot < 16384 * (n + 1) // 3)
+            after = servers[(before + 1) % 3].cli("CLUSTER", "MYID").split(b"\r\n")[1]
+            for server in (servers[(before + 1) % 3], servers[before], servers[(before + 2) % 3]):
+                assert b"OK" in server.cli("CLUSTER", "SETSLOT", str(slot), "NODE", after)
+            with pytest.raises((OSError, AssertionError)):
+                await given(tier, shared, PATHS[0])
+            await given_soon(tier, shared, PATHS[0])
+            assert await fetched(tier, shared, PATHS[0]) == 5
+
+
+async def test_a_redis_that_is_full_refuses_and_what_was_there_is_still_served(tmp_path: Path) -> None:
+    """At maxmemory without eviction a push fails by name, and reads go on."""
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=PATIENCE_S)) as tier:
+            await until(tier.answers)
+            shared = tier.shared(SPEC, "uid:0", 0)
+            assert await given(tier, shared, PATHS[0]) == 5
+            server.cli("CONFIG", "SET", "maxmemory-policy", "noeviction")
+            server.cli("CONFIG", "SET", "maxmemory", "1")
+            with pytest.raises(OSError, match="did not take"):
+                await given(tier, shared, PATHS[1])
+            assert tier.counts["peer_refused"] > 0
+            assert await fetched(tier, shared, PATHS[0]) == 5
+            assert tier.answers()
+            assert await tier.offer("redis", shared, PATHS[2], ()) is None, "it is given nothing for a while"
+
+
+async def test_pages_are_forgotten_after_their_time(tmp_path: Path) -> None:
+    """With ttl_s every value but the generation expires."""
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], ttl_s=1000, deadline_s=PATIENCE_S)) as tier:
+            await until(tier.answers)
+            await given(tier, tier.shared(SPEC, "uid:0", 0), PATHS[0])
+            left = {key: int(server.cli("TTL", key)[1:]) for key in server.names()}
+            assert len(left) == 11
+            assert all(0 < ttl <= 1000 for key, ttl in left.items() if b"{generation}" not in key)
+            assert [ttl for key, ttl in left.items() if b"{generation}" in key] == [-1]
+
+
+async def test_a_password_is_asked_for_and_never_shown(tmp_path: Path, caplog) -> None:
+    """With the right one pages go; with none or a wrong one nothing does, and no log or status has it."""
+    caplog.set_level(logging.DEBUG)
+    with Redis(tmp_path, 0, "--requirepass", "s3cret-word") as server:
+        for login, works in ((Login(password=b"s3cret-word"), True), (Login(password=b"wr0ng-word"), False),
+                             (Login(), False)):  # fmt: skip
+            async with sharing(tmp_path, RedisShelf([server.address], login, deadline_s=PATIENCE_S)) as tier:
+                await until(lambda tier=tier: tier.answers() or "not asked" not in tier.status()[0]["why"])
+                assert tier.answers() == works
+                if works:
+                    assert await given(tier, tier.shared(SPEC, "uid:0", 0), PATHS[0]) == 5
+                shown = caplog.text + repr(tier.status()) + repr(login)
+                assert not any(word in shown for word in ("s3cret-word", "wr0ng-word"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make certificates with")
+async def test_tls_goes_only_to_servers_that_the_authority_vouches_for(tmp_path: Path) -> None:
+    """Pages go over TLS; a client that does not know the authority does not talk to the server."""
+    if b"libssl" not in subprocess.run(["ldd", REDIS], capture_output=True).stdout:
+        pytest.skip("this redis-server is built without TLS")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (port,) = free_ports(1)
+    flags = ["--port", "0", "--tls-port", str(port), "--tls-cert-file", str(cert), "--tls-key-file", str(key),
+             "--tls-ca-cert-file", str(cert), "--tls-auth-clients", "no"]  # fmt: skip
+    with Redis(tmp_path, port, *flags) as server:
+        for settings, works in ((Settings(f"127.0.0.1:{port}", tls=True, ca=str(cert)), True),
+                                (Settings(f"127.0.0.1:{port}", tls=True), False)):  # fmt: skip
+            settings.check()
+            async with sharing(tmp_path, settings.shelf(PATIENCE_S, Counter())) as tier:
+                await until(lambda tier=tier: tier.answers() or "not asked" not in tier.status()[0]["why"])
+                assert tier.answers() == works
+                if works:
+                    shared = tier.shared(SPEC, "uid:0", 0)
+                    assert await given(tier, shared, PATHS[0]) == 5
+                    assert await fetched(tier, shared, PATHS[0]) == 5
+        assert server.port == port
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"servers": "10.0.0.1:6379"}, "peers.redis.credentials"),
+        ({"servers": ""}, "peers.redis.servers"),
+        ({"servers": "127.0.0.1:99999"}, "peers.redis.servers"),
+        ({"servers": "127.0.0.1:6379", "ttl_s": "-1"}, "peers.redis.ttl_s"),
+        ({"servers": "127.0.0.1:6379", "ca": "x"}, "peers.redis.tls"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused_by_name(flags: dict[str, str], named: str) -> None:
+    """Off loopback without a password, no server, no port, certificates without TLS."""
+    values = {"peers.backend": "redis", "peers.secrets": "s"} | {f"peers.redis.{k}": v for k, v in flags.items()}
+    with pytest.raises(KvtierError) as refused:
+        load(None, {}, values)
+    assert refused.value.field == named
+
+
+def test_a_file_of_credentials_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """Mode 0644 is refused, and so is a file that is no user and password; neither says what is in it."""
+    file = tmp_path / "credentials"
+    for text, mode in (("s3cret", 0o644), ("a b s3cret", 0o600), ("", 0o600)):
+        file.write_text(text)
+        file.chmod(mode)
+        with pytest.raises(KvtierError) as refused:
+            Settings("127.0.0.1:1", credentials=str(file)).shelf(1.0, Counter())
+        assert "s3cret" not in str(refused.value)
