@@ -407,3 +407,21 @@ async def test_the_device_sums_what_it_can_and_fetches_the_rest():
         assert got == [digest([data[4096:8192], data[:100]])]
     finally:
         memory.carrier.close()
+
+
+async def test_a_device_without_a_host_tier_is_a_cache_of_its_own(device: Any):
+    """Host of size 0: engines compute and read on the device; what it has no room for goes, counted; nothing hangs."""
+    async with over(device, 8, host=0) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        for n in range(4):
+            keys = tokens(*range(10 * n, 10 * n + 6))
+            assert await engine.put(keys) == 6
+            assert await engine.get(keys) == 6
+            assert await other.get(keys) == 0
+        assert store.parts.counts["pages_lost_unsaved"] > 0
+        with pytest.raises(KvtierError, match="no room in host"):
+            await engine.call(wire.Flush())
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
