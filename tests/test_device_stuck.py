@@ -127,3 +127,31 @@ async def test_slots_of_a_store_that_is_stuck_are_nobodys():
         assert pool.counts()[0][SlotState.QUARANTINED] == PAGES
         assert store.parts.check() == []
         engine.leave()
+
+
+async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_there():
+    """Its process is gone in the middle of a load: the mapping goes when the device is done, not before."""
+    device = LazyDevice(3)
+    freed: list[int] = []
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        keys = tokens(*range(PAGES))
+        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
+        got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        (region,) = engine.process.instance.kv.values()
+        free = region.memory[0].free
+        region.memory[0].free = lambda: (freed.append(region.running), free())
+        device.stuck = True  # for a while
+        loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        await until(lambda: region.running)
+        engine.leave(clean=False)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not freed
+        assert not engine.process.instance.kv
+        device.stuck = False
+        await loading
+        await until(lambda: freed)
+        assert freed == [0]
+        assert store.parts.check() == []
