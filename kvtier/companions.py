@@ -106,10 +106,10 @@ class Watchdog:
 class Companions:
     """Both of them, for a server that listens already."""
 
-    def __init__(self, port: int, engine: Path, admin: Path) -> None:
-        """`port` 0: no HTTP."""
-        self._command = [sys.executable, "-m", "kvtier.http", str(port), str(engine), str(admin)]
-        self._http = asyncio.get_running_loop().create_task(self._keep()) if port else None
+    def __init__(self, port: int, engine: Path, admin: Path, traced: str = "") -> None:
+        """`port` 0: no HTTP is served; `traced`: where spans go, empty: nowhere. Without both there is no process."""
+        self._command = [sys.executable, "-m", "kvtier.http", str(port), str(engine), str(admin), traced]
+        self._http = asyncio.get_running_loop().create_task(self._keep()) if port or traced else None
         within_s = watchdog_s()
         self._watchdog = Watchdog(admin, within_s) if within_s else None
 

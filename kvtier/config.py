@@ -12,6 +12,7 @@ import itertools
 import os
 import re
 import tomllib
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -80,6 +81,23 @@ class Http(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where /metrics and /healthz are served; 0: nowhere. A port that is taken is logged and tried again."""
 
 
+class Otel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Spans of requests for OpenTelemetry."""
+
+    endpoint: str = ""
+    """OTLP/HTTP receiver that gets spans of requests, such as http://127.0.0.1:4318; empty: none are made."""
+    share: float = 0.01
+    """Of the requests, chosen at random."""
+
+    def check(self) -> None:
+        """Raise bad_request for what cannot be served."""
+        parts = urllib.parse.urlsplit(self.endpoint)
+        if self.endpoint and (parts.scheme not in {"http", "https"} or not parts.hostname):
+            raise bad("otel.endpoint", "an http or https URL, or nothing", self.endpoint)
+        if not 0 < self.share <= 1:
+            raise bad("otel.share", "a share in (0, 1]", self.share)
+
+
 class Caps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds on engines."""
 
@@ -98,6 +116,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disk: Disk = Disk()
     caps: Caps = Caps()
     http: Http = Http()
+    otel: Otel = Otel()
     policy: str = DEFAULT
     """Which pages go first: a name of `kvtierctl policies`, or the path of a file of your own."""
     quotas: str = ""
@@ -150,6 +169,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("caps.connections", "1..1048576", self.caps.connections)
         if not 0 <= self.http.port < 1 << 16:
             raise bad("http.port", "0..65535", self.http.port)
+        self.otel.check()
         self.peers.check()
         self.events.check()
         if not 0 <= self.drain_s <= 3600:

@@ -20,7 +20,7 @@ import click
 import msgspec
 import uvloop
 
-from kvtier import __version__
+from kvtier import __version__, wire
 from kvtier.companions import Companions, notify, passed_sockets
 from kvtier.config import Config, flag, load, settings, size, variable
 from kvtier.device.find import named_device
@@ -88,6 +88,8 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     limits = Limits(connections=config.caps.connections)
     server = Server(store, config.engine_socket, config.admin_socket, limits, lock, passed_sockets())
     live = Live(config, again, store, server)
+    spans = server.keep_spans(config.otel.share if config.otel.endpoint else 0.0)
+    store.admin = {**store.admin, wire.Spans: spans.take}
     loop.add_signal_handler(signal.SIGHUP, live.reload)
     await server.start()
     if home is not None:
@@ -95,7 +97,7 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     gc.disable()  # the store makes no cycles, and a collection would stop every engine
     gc.collect()
     gc.freeze()
-    companions = Companions(config.http.port, config.engine_socket, config.admin_socket)
+    companions = Companions(config.http.port, config.engine_socket, config.admin_socket, config.otel.endpoint)
     notify("READY=1")
     _log.info("serving %s, operators at %s", config.engine_socket, config.admin_socket)
     await stop.wait()

@@ -16,11 +16,14 @@ from kvtier.peer.depot import Depot
 from kvtier.peer.direct import Direct
 from kvtier.peer.secrets import read
 from kvtier.peer.shelf import Shelf
+from kvtier.peer.terms import Terms
+from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
 from kvtier.store import Store
 from kvtier.types import Code, KvtierError, bad
 
 MAX_NODES: Final = 1024
+MIN_RATE: Final = 1 << 20
 _log = logging.getLogger("kvtier.peer")
 
 
@@ -42,6 +45,16 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Hosts that get each prompt's pages; copies that Mooncake is asked for."""
     deadline_ms: int = 200
     """How long a peer may take to answer; a transfer has that and the time of its bytes at 32 MiB/s."""
+    rate: int = 0
+    """Bytes of pages a second to one peer, and as many from it, at most, the same on every host; 0: no limit."""
+    tls_cert: str = ""
+    """This host's certificate, made out to its name in the list (DNS name); with tls_key and tls_ca, peers talk TLS."""
+    tls_key: str = ""
+    """The certificate's key."""
+    tls_ca: str = ""
+    """The CA that signs every host's certificate. All three are read again when they change."""
+    grace_s: int = 60
+    """A host that is down for longer is replaced as a home by the next one, which gets its pages from the others."""
     redis: Redis = Redis()
     mooncake: Mooncake = Mooncake()
 
@@ -68,6 +81,12 @@ class Peers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("peers.replicas", "1..16", self.replicas)
         if not 1 <= self.deadline_ms <= 60_000:
             raise bad("peers.deadline_ms", "1..60000", self.deadline_ms)
+        if self.rate and self.rate < MIN_RATE:
+            raise bad("peers.rate", f"0 or at least {MIN_RATE}", self.rate)
+        if len({bool(each) for each in (self.tls_cert, self.tls_key, self.tls_ca)}) > 1:
+            raise bad("peers.tls_cert", "a certificate, its key and a CA, all three or none")
+        if not 1 <= self.grace_s <= 86_400:
+            raise bad("peers.grace_s", "1..86400", self.grace_s)
 
     def _check_nodes(self) -> None:
         """The same of what only daemons that talk to each other need."""
@@ -150,7 +169,9 @@ def join(store: Store, config: Peers) -> Home | None:
     """
     if not config.wanted:
         return None
-    secrets, deadline_s = read(Path(config.secrets)), config.deadline_ms / 1000
+    files = [Path(each) for each in (config.tls_cert, config.tls_key, config.tls_ca) if each]
+    certs = Certs(*files) if files else None
+    secrets, deadline_s = read(Path(config.secrets), fleet=certs is None), config.deadline_ms / 1000
     if config.backend != "direct":
         counts = store.parts.counts
         redis = config.backend == "redis"
@@ -163,11 +184,10 @@ def join(store: Store, config: Peers) -> Home | None:
         _log.info("the fleet shares a store: %s", config.backend)
         return None
     nodes = nodes_of(config.nodes)
-    tier = Direct(
-        nodes, config.name, secrets, replicas=config.replicas, deadline_s=deadline_s, counts=store.parts.counts
-    )
+    terms = Terms(config.name, secrets, deadline_s, certs, config.rate)
+    tier = Direct(nodes, terms, replicas=config.replicas, grace_s=config.grace_s, counts=store.parts.counts)
     where = address("peers.listen", config.listen) if config.listen else nodes[config.name]
-    home = Home(store, secrets, where, deadline_s)
+    home = Home(store, terms, where, tier.fame)
     store.join_fleet(tier)
     _log.info("peer %s of %d, served on %s:%d", config.name, len(nodes), where[0], home.port)
     return home

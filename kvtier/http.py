@@ -20,6 +20,7 @@ from kvtier import wire
 from kvtier.dashboard.site import MAX_PROMPT, Dashboard, guarded, new_token
 from kvtier.frames import Frame, Frames
 from kvtier.metrics import render
+from kvtier.otlp import export
 from kvtier.types import KvtierError
 
 PROBE_S: Final = 1.0
@@ -149,23 +150,30 @@ async def _listen(runner: web.AppRunner, port: int) -> None:
             return
 
 
-async def serve(port: int, engine: Path, admin: Path) -> None:
-    """Serve until the daemon is gone."""
-    site = Site(engine, admin, port)
-    runner = web.AppRunner(site.app(), access_log=None)
-    await runner.setup()
-    tasks = [asyncio.create_task(_listen(runner, port)), asyncio.create_task(site.dashboard.watch())]
+async def serve(port: int, engine: Path, admin: Path, traced: str) -> None:
+    """Serve until the daemon is gone; `port` 0: serve nothing; `traced`: where spans go, if anywhere."""
+    tasks: list[asyncio.Task[None]] = []
+    if traced:
+        tasks.append(asyncio.create_task(export(Line(admin), traced)))
+    runner = None
+    if port:
+        site = Site(engine, admin, port)
+        runner = web.AppRunner(site.app(), access_log=None)
+        await runner.setup()
+        tasks += [asyncio.create_task(_listen(runner, port)), asyncio.create_task(site.dashboard.watch())]
     await _ended()
     for task in tasks:
         task.cancel()
-    await runner.cleanup()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    if runner is not None:
+        await runner.cleanup()
 
 
 def main() -> None:
-    """Arguments: port, engine socket, admin socket."""
+    """Arguments: port, engine socket, admin socket, where spans go."""
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    port, engine, admin = sys.argv[1:]
-    asyncio.run(serve(int(port), Path(engine), Path(admin)))
+    port, engine, admin, traced = sys.argv[1:]
+    asyncio.run(serve(int(port), Path(engine), Path(admin), traced))
 
 
 if __name__ == "__main__":

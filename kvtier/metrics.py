@@ -116,14 +116,15 @@ METRICS: Final = (
     Shown("kvtier_tier_free_bytes", G, "Bytes free.", "tier", _tiers("free_bytes")),
     Shown("kvtier_queue_depth", G, "What waits: jobs in worker threads (mover_jobs), pages on their way to disk "
           "(disk_pages), items being loaded (loads), paths to be pushed to their homes (pushes), "
+          "whether pages are given to new homes (repairs), "
           "commits that wait for a parent (reservations_waiting), requests in flight (requests).", "queue",
           lambda d: d["queues"] | {"requests": d["server"]["requests_in_flight"]}),
     Shown("kvtier_peers_up", G, "Peers that answer.", "", lambda d: {"": sum(row["up"] for row in d["peers"])}),
     Shown("kvtier_peer_pages", C, "Pages from and to other hosts: loaded (fetched here), served (sent to who asked), "
           "pushed (sent to their homes), taken (pushed here).", "way", _pages_of_peers),
     Shown("kvtier_peer_events", C, "What happened with peers: asked, hits, misses, refused, failures, down, restarts, "
-          "busy, checksum, mismatch and torn (not what was stored or asked for, or not all of it: a miss), push_*.",
-          "event", _by("peer_")),
+          "busy, checksum, mismatch and torn (not what was stored or asked for, or not all of it: a miss), packed "
+          "(answers), repairs, push_*.", "event", _by("peer_")),
     Shown("kvtier_refused", C, "Requests refused, in whole or part, by error code.", "code",
           lambda d: d["server"]["refused"]),
     Shown("kvtier_leases", G, "Leases that engines hold.", "", _top("leases")),

@@ -659,6 +659,10 @@ class Requests(Message):
     limit: int = 100
 
 
+class Spans(Message):
+    """The sampled requests since the last time, for whoever exports them. Replies Info."""
+
+
 class Pin(Message):
     """Hold what matches of a prompt in host for `ttl_s` seconds. Pins of lower priority (0..100) make room."""
 
@@ -859,6 +863,7 @@ VERBS: Final[dict[type[Message], int]] = {
     Curve: 110,
     Route: 111,
     Requests: 116,
+    Spans: 117,
     DiskUsage: 120,
     DiskScrub: 121,
     DiskVerify: 122,

@@ -88,6 +88,12 @@ class Host:
         """Peers that answer it."""
         return {row["name"] for row in self.ask(wire.Status())["peers"] if row["up"]}
 
+    def seen(self, pages: list[int]) -> dict[str, int]:
+        """Pages of a path that each host which answers has, itself too."""
+        keys = np.repeat(np.array(pages, np.int32), SPEC.page_tokens).tobytes()
+        rows = self.ask(wire.Route(wire.Prompt(tokens=keys)))["hosts"]
+        return {row["name"]: row["device"] + row["host"] + row["disk"] for row in rows}
+
     def settled(self) -> bool:
         """Whether nothing waits to be pushed."""
         return self.ask(wire.Metrics())["queues"]["pushes"] == 0
@@ -160,6 +166,7 @@ class Fleet:
         replicas: int = 2,
         more: Sequence[tuple[str, int]] = (),
         address: Callable[[int], tuple[str, int]] | None = None,
+        more_flags: Sequence[str] = (),
         **sizes: str,
     ) -> None:
         """`more`: (name, port) of members that are no daemons of this class; `address`: of the n-th, else loopback."""
@@ -177,7 +184,7 @@ class Fleet:
             (home / name).mkdir()
             flags = [
                 f"--peers-nodes={nodes}", f"--peers-name={name}", f"--peers-secrets={secrets}",
-                f"--peers-replicas={replicas}", f"--peers-deadline-ms={DEADLINE_MS}",
+                f"--peers-replicas={replicas}", f"--peers-deadline-ms={DEADLINE_MS}", *more_flags,
             ]  # fmt: skip
             self.hosts[name] = Host(name, Daemon(home / name, flags=flags, **size))
 
@@ -193,3 +200,5 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         for host in self.hosts.values():
             host.close()
+            for log in host.daemon.home.rglob("*.log"):
+                assert not any(secret in log.read_text() for secret in (FLEET, SECRET)), f"{log} tells a secret"

@@ -15,10 +15,15 @@ from kvtier.peer import frames
 from kvtier.peer.items import echo, items_of
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
+from kvtier.peer.terms import Terms
 
 MODES = ("bytes", "sums", "echo", "picks", "length", "short", "hang", "garbage", "close", "more")
 """What is wrong with what it sends: the bytes, the checksums, the path, other items, more bytes, half the bytes and the
 end of the connection, half of them and silence, no frame at all, nothing, more pages than were asked about."""
+
+
+MUTE = "mute"
+"""It answers everything but Find."""
 
 
 class Liar:
@@ -62,12 +67,14 @@ class Liar:
 
     async def _serve(self, pipe: Pipe) -> None:
         try:
-            await pipe.answer(self._secrets, b"liar" * 2)
+            await pipe.answer(Terms("z", self._secrets), b"liar" * 2)
             while True:
                 message = await pipe.receive(frames.Message)
                 if isinstance(message, frames.Use):
                     self.spec = message.spec
                     await pipe.send(frames.Done())
+                elif isinstance(message, frames.Find) and self.mode == MUTE:
+                    await asyncio.sleep(3600)
                 elif isinstance(message, frames.Find):
                     self.find = message
                     pages = len(message.keys) // self.spec.stride

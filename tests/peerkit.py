@@ -22,12 +22,14 @@ from kvtier.identity import CacheSpec
 from kvtier.peer.base import PeerTier, Place, Shared
 from kvtier.peer.depot import Depot
 from kvtier.peer.direct import Direct
+from kvtier.peer.fame import Fame
 from kvtier.peer.items import items_of
 from kvtier.peer.mooncake import MooncakeShelf
 from kvtier.peer.mooncake_child import Setup
 from kvtier.peer.redis import RedisShelf
 from kvtier.peer.secrets import Secrets, read
 from kvtier.peer.shelf import Shelf
+from kvtier.peer.terms import Terms
 from kvtier.server.home import Home
 from kvtier.store import Store
 from sharedkit import Mooncake, Redis, needs_mooncake, needs_redis
@@ -63,9 +65,9 @@ async def direct(home: Path, disk: Path | None = None, cache: CacheSpec = SPEC) 
     ports = dict(zip(("near", "far"), free_ports(2), strict=True))
     nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
     async with storing(disk) as far:
-        served = Home(far, secrets, nodes["far"], PATIENCE_S)
+        served = Home(far, Terms("far", secrets, PATIENCE_S), nodes["far"], Fame())
         served.start()
-        tier = Direct(nodes, "near", secrets, deadline_s=PATIENCE_S)
+        tier = Direct(nodes, Terms("near", secrets, PATIENCE_S))
         tier.start()
 
         def lose() -> None:
@@ -187,7 +189,7 @@ async def direct_remote(home: Path, deadline_s: float) -> AsyncIterator[Remote]:
     peer = Peer(home)
     peer.start()
     secrets = read(home / "secrets")
-    tier = Direct(peer.nodes, "near", secrets, deadline_s=deadline_s)
+    tier = Direct(peer.nodes, Terms("near", secrets, deadline_s))
     async with watched(tier, peer, secrets) as remote:
         yield remote
 

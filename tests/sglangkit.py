@@ -15,6 +15,8 @@ ROOT = vllmkit.ROOT
 SIDE = ROOT / "tests" / "sglang_side"
 PYTHON = Path(os.environ.get("KVTIER_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
 PAGE = 16
+START_S = 600.0
+"""SGLang's processes import for half a minute each on a machine that has nothing else to do."""
 
 needs_sglang = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"no SGLang at {PYTHON}: `make engines`, or set KVTIER_SGLANG_PYTHON"
@@ -48,14 +50,14 @@ class Engine(vllmkit.Engine):
         self.log = log
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                ["nice", PYTHON, SIDE / "engine.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                [PYTHON, SIDE / "engine.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 text=True, env=environment(**(env or {})), start_new_session=True,
             )  # fmt: skip
 
     def start(self, model: Path, config: dict[str, Any] | None, **options: Any) -> Self:
         """Build the engine."""
         try:
-            self.tell("start", wait_s=vllmkit.START_S, model=str(model), config=config, **options)
+            self.tell("start", wait_s=START_S, model=str(model), config=config, **options)
         except BaseException:
             self.kill()
             raise
@@ -63,7 +65,7 @@ class Engine(vllmkit.Engine):
 
     def storage(self, model: Path, config: dict[str, Any], **args: Any) -> Self:
         """Be the storage alone."""
-        self.tell("storage", wait_s=vllmkit.START_S, model=str(model), config=config, args=args)
+        self.tell("storage", wait_s=START_S, model=str(model), config=config, args=args)
         return self
 
     def again(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:

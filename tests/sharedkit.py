@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
@@ -116,6 +118,53 @@ class Redis(Process):
     def names(self) -> list[bytes]:
         """All names that it has."""
         return [line for line in self.cli("KEYS", "*").split(b"\r\n") if line.startswith(b"kvt1:")]
+
+
+class Proxy:
+    """Between a client and a server of loopback; what the server says goes through `spoil`, while there is one."""
+
+    def __init__(self, port: int) -> None:
+        self.spoil: Callable[[bytes], bytes | None] | None = None
+        """Returns what is sent instead; None ends the connection."""
+        self._to = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self._ends: list[socket.socket] = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self._ends += [near, far]
+                for source, sink, back in ((near, far, False), (far, near, True)):
+                    self._threads.append(threading.Thread(target=self._carry, args=(source, sink, back)))
+                    self._threads[-1].start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, back: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                said = self.spoil(data) if back and self.spoil else data
+                if said is None:
+                    break
+                sink.sendall(said)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for end in self._ends:
+            end.close()
 
 
 class Mooncake:

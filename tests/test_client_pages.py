@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import resource
+import signal
 import time
 from collections.abc import Iterator
 
@@ -14,6 +16,7 @@ import pytest
 from kvtier import wire
 from kvtier.client import Client, putting
 from kvtier.client.arenas import runs
+from kvtier.client.held import HeldReservation
 from kvtier.client.layout import SPAN_BYTES, checksum, copy_summed
 from kvtier.client.slots import SAMPLE, Checks
 from kvtier.demo.daemon import Daemon
@@ -166,6 +169,30 @@ def test_committed_pages_and_pages_of_others_are_not_written(cache):
         assert not held.write_pages(0, -1, content(1))
     with cache.match(keys(6)).acquire() as lease:
         assert np.array_equal(shown(lease, 0, 6), np.concatenate((data, content(6, seed=5)[4:])))
+
+
+def test_slots_are_written_in_place_where_they_are_wanted(daemon, cache):
+    """Rows for what is neither stored nor committed, each at its position; what is written there is what is read."""
+    old, new = stored(cache, 3), content(6, seed=9)
+    path = cache.match(keys(6))
+    with path.reserve(0, 6, wait_ms=5000) as held:
+        assert [held.wants(0, page) for page in range(7)] == [False] * 3 + [True] * 3 + [False]
+        for at, rows in held.views(0, 0, 6):
+            assert at >= 3
+            rows[:] = new[at : at + len(rows)]
+        assert held.commit(0, 4) == 4
+        assert [held.wants(0, page) for page in range(6)] == [False] * 4 + [True] * 2
+        assert held.views(0, 3, 3) == []  # one of them is committed
+        assert sum(len(rows) for _, rows in held.views(0, 4, 2)) == 2
+        assert held.commit() == 6
+    with path.extend().acquire() as lease:
+        assert np.array_equal(shown(lease, 0, 6), np.concatenate([old, new[3:]]))
+    with Client(daemon.socket, instance="many slots") as client:
+        states = client.open(spec_of(SMALL, STATE))
+        with states.match(keys(2)).reserve(0, 2, [(1, [1])], wait_ms=5000) as held:
+            assert [held.wants(1, page) for page in range(2)] == [False, True]
+            with pytest.raises(KvtierError, match="use write"):
+                held.views(1, 1, 1)
 
 
 def test_items_of_several_slots_come_back_whole(daemon):
@@ -369,4 +396,28 @@ def test_a_put_of_what_is_no_page_says_so_and_one_without_a_daemon_stores_nothin
     daemon.start()
     deadline = time.monotonic() + 20
     while path.put(0, [content(4), content(4)]) < 4:
+        assert time.monotonic() < deadline
+
+
+def test_a_put_whose_daemon_answers_too_late_holds_nothing(client, daemon, monkeypatch):
+    """The daemon is stopped between two requests for room: when it goes on, what it gave in vain returns."""
+    cache = client.open(spec_of(LARGE))
+    other = Client(daemon.socket, instance="engine", timeout_s=0.5)
+    with other:
+        mine = other.open(spec_of(LARGE))
+        path = mine.match(keys(64))
+        real, calls = HeldReservation.write_pages, itertools.count()
+
+        def stopping(self, *args, **more):
+            if next(calls) == 1:
+                os.kill(daemon.pid, signal.SIGSTOP)
+            return real(self, *args, **more)
+
+        monkeypatch.setattr(HeldReservation, "write_pages", stopping)
+        try:
+            assert path.put(0, [content(64, 1, LARGE.item_bytes)]) == 0
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while cache.match(keys(64)).put(0, [content(64, 2, LARGE.item_bytes)], 1000) < 64:
         assert time.monotonic() < deadline

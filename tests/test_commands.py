@@ -39,6 +39,7 @@ ELSEWHERE = {
     "make engines": "downloads 2.5 GB; tests/test_vllm_real.py runs what it makes, where it was made",
     "pip install": "would replace what is being tested; tests/test_package.py installs the wheel",
     "vllm serve": "needs vLLM and never ends; below, its JSON is read; tests/test_vllm_real.py runs such settings",
+    "python -m sglang.launch_server": "needs SGLang and a GPU; below, its JSON is read; tests/test_sglang.py has it",
     "install -m": "writes to the system; below, the files that it names are looked for",
     "systemctl": "needs systemd as process 1; tests/test_systemd_run.py runs the units where there is one",
 }
@@ -121,25 +122,26 @@ def known(command: click.Command, words: list[str]) -> None:
             context = click.Context(command, parent=context, info_name=word)
 
 
-def test_settings_of_vllm_are_json_that_names_what_there_is() -> None:
-    """The modules and classes in the documented `--kv-transfer-config` are in this package."""
+def test_settings_of_engines_are_json_that_names_what_there_is() -> None:
+    """The modules and classes in the documented configurations of vLLM and SGLang are in this package."""
     import kvtier
 
-    package = Path(kvtier.__file__).parent
-    seen = 0
+    root, seen = Path(kvtier.__file__).parent.parent, set()
     for line in ALL:
-        if not line.startswith("vllm serve"):
-            continue
-        config = json.loads(shlex.split(line)[-1])
-        extra = config.get("kv_connector_extra_config", {})
-        named = [(config.get("kv_connector_module_path"), config["kv_connector"])]
-        named += [(tier["module_path"], tier["type"]) for tier in extra.get("secondary_tiers", [])]
-        for module, name in named:
-            if module:
-                text = (package.parent / (module.replace(".", "/") + ".py")).read_text()
+        if line.startswith(("vllm serve", "python -m sglang")):
+            for module, name in classes(json.loads(shlex.split(line)[-1])):
+                text = (root / (module.replace(".", "/") + ".py")).read_text()
                 assert f"class {name}(" in text
-                seen += 1
-    assert seen >= 3
+                seen.add(name)
+    assert seen == {"KvtierConnector", "KvtierSecondaryTier", "KvtierHiCache"}
+
+
+def classes(config: dict) -> Iterator[tuple[str, str]]:
+    """(module, class) of this package that a configuration names."""
+    for each in (config, *config.get("kv_connector_extra_config", {}).get("secondary_tiers", [])):
+        module = each.get("kv_connector_module_path") or each.get("module_path")
+        if module:
+            yield module, each.get("kv_connector") or each.get("class_name") or each["type"]
 
 
 def test_files_that_are_to_be_installed_are_there() -> None:

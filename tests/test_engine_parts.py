@@ -166,26 +166,43 @@ def test_pages_are_the_same_whatever_the_physical_order(order: str, apart: bool)
         views = [view.clone(memory_format=torch.preserve_format) for view in views]
     plane = Plane(views, BLOCKS, SPEC, None)
     page = np.random.default_rng(0).standard_normal((LAYERS, HEADS, TOKENS, CONTENT)).astype("<f4")
-    plane.load(4, page.view(np.uint8).reshape(-1))
+    plane.load([4], page.view(np.uint8).reshape(1, -1))
     for layer in range(LAYERS):
         assert np.array_equal(views[layer][4].numpy(), page[layer])
         assert not views[layer][3].any()
         assert not views[layer][5].any()
-    out = np.zeros(SPEC.item_bytes, np.uint8)
-    plane.save(4, out)
+    out = np.zeros((1, SPEC.item_bytes), np.uint8)
+    plane.save([4], out)
     assert out.tobytes() == page.tobytes()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_blocks_in_any_order_go_to_their_pages(apart: bool):
+    """Blocks that follow each other, and those that do not, in slots with room between them: each to its own page."""
+    views = [view.clone() if apart else view for view in laid_out("LBHNC")]
+    plane, blocks = Plane(views, BLOCKS, SPEC, None), [5, 2, 3, 4, 0]
+    slots = np.random.default_rng(1).integers(0, 256, (len(blocks), SPEC.item_bytes + 64), dtype=np.uint8)
+    pages, out = slots[:, : SPEC.item_bytes], np.zeros_like(slots)
+    plane.load(blocks, pages)
+    plane.save(blocks, out[:, : SPEC.item_bytes])
+    assert np.array_equal(out[:, : SPEC.item_bytes], pages)
+    assert not out[:, SPEC.item_bytes :].any()
+    for block, page in zip(blocks, pages, strict=True):
+        one = np.zeros((1, SPEC.item_bytes), np.uint8)
+        plane.save([block], one)
+        assert np.array_equal(one[0], page)
 
 
 def test_ranks_write_their_heads_of_one_page():
     """Two ranks of two heads each fill a page that one rank of four loads."""
-    page, part = np.zeros(SPEC.item_bytes, np.uint8), HEADS // 2
+    page, part = np.zeros((1, SPEC.item_bytes), np.uint8), HEADS // 2
     for rank in range(2):
         views = laid_out("LBNHC", part)
         for layer, view in enumerate(views):
             view[1] = torch.arange(part * TOKENS * CONTENT).view(part, TOKENS, CONTENT) + 1000 * layer + 100000 * rank
-        Plane(views, BLOCKS, SPEC, Slice(0, LAYERS, rank * part, (rank + 1) * part)).save(1, page)
+        Plane(views, BLOCKS, SPEC, Slice(0, LAYERS, rank * part, (rank + 1) * part)).save([1], page)
     whole = laid_out("BLHNC")
-    Plane(whole, BLOCKS, SPEC, None).load(2, page)
+    Plane(whole, BLOCKS, SPEC, None).load([2], page)
     for layer, view in enumerate(whole):
         assert view[2, :, 0, 0].tolist() == [1000 * layer + 128 * (h % 2) + 100000 * (h // 2) for h in range(HEADS)]
 
@@ -195,7 +212,7 @@ def test_kernel_blocks_within_a_block_belong_to_its_page():
     views = [view.reshape(BLOCKS * 2, HEADS, TOKENS // 2, CONTENT) for view in laid_out("LBHNC")]
     plane = Plane(views, BLOCKS, SPEC, None)
     page = np.arange(SPEC.item_bytes // 4, dtype="<f4")
-    plane.load(3, page.view(np.uint8))
+    plane.load([3], page.view(np.uint8).reshape(1, -1))
     assert np.array_equal(views[0][6, 1].flatten().numpy(), page.reshape(LAYERS, HEADS, 2, -1)[0, 1, 0])
     assert np.array_equal(views[2][7, 3].flatten().numpy(), page.reshape(LAYERS, HEADS, 2, -1)[2, 3, 1])
 

@@ -19,6 +19,8 @@ from engineproc import CELL, HEADS, LAYERS, SPEC, content, path_keys
 from fleetkit import Fleet, Host, free_ports, until, write_secrets
 from kvtier.client import Client
 from kvtier.identity import Slice
+from kvtier.peer.fame import Fame
+from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import LACKS_S
 from kvtier.peer.ring import homes, rungs
 from kvtier.peer.secrets import read
@@ -119,12 +121,30 @@ def test_whatever_a_peer_sends_nothing_wrong_is_served_and_nothing_leaks(tmp_pat
         until(lambda: host.up() == {"z"})
         path = PATHS[0]
         assert host.get(path, wait_ms=20_000) in range(len(path))  # what came before the lie may be right
-        assert liar.fetches == (mode != "more")
-        assert host.count("peer_failures") == (mode != "more")
+        assert liar.fetches or mode == "more"
+        assert bool(host.count("peer_failures")) == (mode != "more")
         host.sound()
         host.put(path)
         assert host.get(path) == len(path)
         host.emptied()
+
+
+def test_a_home_that_fails_in_a_fetch_is_followed_by_the_next_in_the_same_request(tmp_path: Path) -> None:
+    """R=2: the home that is asked first hangs up when it is to send; the engine gets every page from the other one."""
+    (port,) = free_ports(1)
+    fleet = Fleet(tmp_path, 2, more=[("z", port)])
+    secrets = read(tmp_path / "secrets")
+    view = Members("abz", "a", 2, Fame())
+    turns = {
+        tuple(p): view.turn(keys_of(secrets.shared(SPEC, f"uid:{os.getuid()}", 0), path_keys(p))[0]) for p in PATHS
+    }
+    path = next(list(p) for p, turn in turns.items() if turn == ["z", "b"])
+    with Liar(secrets, port, "close") as liar, fleet as hosts:
+        until(lambda: hosts["a"].up() == {"b", "z"})
+        assert hosts["b"].put(path) == len(path)
+        assert hosts["a"].get(path, wait_ms=20_000) == len(path)
+        assert liar.fetches
+        hosts["a"].emptied()
 
 
 def test_a_host_without_the_secret_of_a_cache_gets_none_of_it(tmp_path: Path) -> None:

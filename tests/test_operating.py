@@ -75,3 +75,15 @@ def test_every_fault_has_a_written_outcome_and_a_test() -> None:
     assert sorted(re.findall(r"\| `(test_\w+)` \|$", text, re.MULTILINE)) == sorted(held)
     for name in re.findall(r"`tests/(\w+\.py)`", text):
         assert (tests.parent / name).exists(), name
+
+
+def test_the_security_model_names_tests_that_there_are() -> None:
+    """What docs/security.md says to be guarded is guarded by a test of that name."""
+    held = {
+        name
+        for path in Path(__file__).parent.glob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    named = set(re.findall(r"`(test_\w+)`", (DOCS / "security.md").read_text()))
+    assert named
+    assert named <= held

@@ -13,8 +13,10 @@ from engines import spec
 from fleetkit import FLEET, free_ports, write_secrets
 from kvtier.config import load
 from kvtier.peer import frames
+from kvtier.peer.fame import Fame
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import read
+from kvtier.peer.terms import Terms
 from kvtier.server.home import Home
 from kvtier.types import Code, KvtierError
 from storekit import storing
@@ -74,18 +76,18 @@ async def test_who_lacks_the_fleets_key_is_told_nothing(tmp_path: Path) -> None:
     theirs = read(write_secrets(tmp_path / "theirs", ["uid:0"], fleet="55" * 32))
     (port,) = free_ports(1)
     async with storing(None) as store:
-        home = Home(store, mine, ("127.0.0.1", port), 1.0)
+        home = Home(store, Terms("b", mine, 1.0), ("127.0.0.1", port), Fame())
         home.start()
         try:
             for secrets in (mine, theirs):
                 sock = socket.create_connection(("127.0.0.1", port))
                 pipe = Pipe(sock)
                 if secrets is mine:
-                    await pipe.knock(secrets)
+                    await pipe.knock(Terms("a", secrets), "b")
                     assert isinstance(await pipe.ask(PING, frames.Done), frames.Done)
                 else:
                     with pytest.raises(KvtierError) as refused:
-                        await pipe.knock(secrets)
+                        await pipe.knock(Terms("a", secrets), "b")
                     assert refused.value.code is Code.FORBIDDEN
                     await asyncio.get_running_loop().sock_sendall(sock, frames.encode(PING) + bytes(16))
                     assert await asyncio.get_running_loop().sock_recv(sock, 100) == b""
@@ -101,11 +103,11 @@ async def test_a_cache_is_named_on_a_connection_only_after_its_secret_was_shown_
     shared = secrets.shared(spec(), "uid:0", 0)
     (port,) = free_ports(1)
     async with storing(None) as store:
-        home = Home(store, secrets, ("127.0.0.1", port), 1.0)
+        home = Home(store, Terms("b", secrets, 1.0), ("127.0.0.1", port), Fame())
         home.start()
         try:
             pipe = Pipe(socket.create_connection(("127.0.0.1", port)))
-            await pipe.knock(secrets)
+            await pipe.knock(Terms("a", secrets), "b")
             key_id = secrets.key_id("uid:0")
             tries = [
                 frames.Find(shared.id, b"x" * spec().stride),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from engines import Engine, spec, tokens
 from kvtier import wire
-from kvtier.identity import GroupSpec
+from kvtier.identity import GroupSpec, chain_keys
 from kvtier.peer.base import Place
-from kvtier.peer.depot import GENERATION_S, Depot
+from kvtier.peer.depot import Depot
+from kvtier.peer.generations import BELIEVED_S, Generations
 from kvtier.peer.secrets import Secrets
-from kvtier.peer.shelf import HEAD, Want, generation_name, head_of, item_name, marks, pieces
+from kvtier.peer.shelf import HEAD, Head, Want, generation_names, head_of, item_name, marks, pieces
 from kvtier.types import Kind
 from peerkit import SHARED, SPEC, Pair, blank, fetched, given, right
 from storekit import storing, until
@@ -32,7 +34,7 @@ class Names:
 
     async def heads(self) -> list[str]:
         """The head of every page."""
-        generation = await self.depot.generation(self._pair.shared, soon())
+        generation = await self.depot.generations.of(self._pair.shared, soon())
         return [item_name(self._pair.shared, generation, mark, 0) for mark in marks(self._pair.shared, self._keys)]
 
     async def pieces(self, at: int) -> list[Want]:
@@ -83,6 +85,22 @@ async def swap(names: Names, at: int) -> None:
     heads = await names.heads()
     (other,) = await names.depot.shelf.peek([heads[at - 1]], HEAD.size, soon())
     await put(names.depot, heads[at], other)
+
+
+def test_names_are_made_of_the_cache_and_the_chain_key_and_do_not_change() -> None:
+    """Two versions of kvtier that share a store call a page the same, by everything that its KV depends on."""
+    shared = Secrets(b"f" * 32, {"uid:0": b"s" * 32}).shared(SPEC, "uid:0", 0)
+    named = list(marks(shared, PATH))
+    assert b"".join(mark.chain for mark in named) == chain_keys(shared.id[:16], PATH, SPEC.stride)
+    assert generation_names(shared)[0] == "kvt1:fkM492EPAcTEZ0pn8pss8XpPYHXvRaUCOybtAziBZPE:{generation-ea}"
+    assert (
+        item_name(shared, b"generation12", named[1], 0)
+        == "kvt1:fkM492EPAcTEZ0pn8pss8XpPYHXvRaUCOybtAziBZPE:Z2VuZXJhdGlvbjEy:{S1v78QhxFGQa4xnPhmk_OA}:0"
+    )
+    assert (
+        Head(3, 4000, 5, named[1].echo).pack().hex()
+        == "4b56543103000000a00f0000000000000500000000000000c53b0f927d86c09ce4049a7115e80677"
+    )
 
 
 @SHARED
@@ -162,7 +180,7 @@ async def test_a_purged_cache_is_served_to_nobody_any_more(tmp_path: Path, tier)
         assert await late.fetch(blank(range(9))) == [None] * 9
         assert await engine.get(PATH) == 0
         now = time.monotonic()
-        await until(lambda: time.monotonic() > now + GENERATION_S)
+        await until(lambda: time.monotonic() > now + BELIEVED_S)
         assert await pair.tier.find(pair.shared, PATH, 0) == []
         assert await engine.put(OTHER) == 9
         await pair.settled()
@@ -171,13 +189,26 @@ async def test_a_purged_cache_is_served_to_nobody_any_more(tmp_path: Path, tier)
 
 
 @SHARED
-async def test_hosts_that_begin_at_once_agree_on_a_generation(tmp_path: Path, tier) -> None:
-    """Of two that find none, one's is taken by both: what either writes the other finds."""
+async def test_hosts_agree_on_a_generation_whatever_one_server_lost(tmp_path: Path, tier) -> None:
+    """Hosts that begin at once take the same; one name that is lost or out of date changes nothing; a purge wins."""
     async with tier(tmp_path) as pair:
         a, b = pair.tier, pair.far.parts.peers.tier
-        await b.shelf.claim(generation_name(pair.shared), b"first-writer", soon())
-        await a.shelf.claim(generation_name(pair.shared), b"second-write", soon())
-        assert await a.generation(pair.shared, soon()) == await b.generation(pair.shared, soon()) == b"first-writer"
+        names = generation_names(pair.shared)
+
+        async def both() -> set[bytes]:
+            return {await Generations(depot.shelf).of(pair.shared, soon()) for depot in (a, b)}
+
+        first = set().union(*await asyncio.gather(both(), both(), both())) - {None}  # None: somebody is at it
+        assert len(first) == 1
+        assert await a.shelf.drop(names[:1], soon())
+        assert await both() == first
+        assert await a.shelf.peek(names, 12, soon()) == [*first] * 3, "it was put there again"
+        await a.forget(pair.shared)
+        second = await both()
+        assert len(second) == 1
+        assert second != first
+        assert await a.shelf.replace(names[2:], *first, soon()) == [True]
+        assert await both() == second, "an old server that came back"
         assert await given(a, pair.shared, PATH) == 9
         assert await fetched(b, pair.shared, PATH) == 9
 

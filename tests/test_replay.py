@@ -168,6 +168,20 @@ def test_several_capacities_give_a_list(tmp_path):
     assert isinstance(ctl(path, "--capacity", "3"), dict)
 
 
+def test_several_policies_give_a_list(tmp_path):
+    """Each at every capacity; `all` is every policy that ships."""
+    path = str(mooncake(tmp_path / "m.jsonl"))
+    two = ctl(path, "--policy", "lru", "--policy", "arc", "--capacity", "3,4")
+    assert [(each["policy"], each["capacity"]) for each in two] == [
+        ("lru", "3"),
+        ("arc", "3"),
+        ("lru", "4"),
+        ("arc", "4"),
+    ]
+    assert two[0]["belady_hit_ratio"] == two[1]["belady_hit_ratio"]
+    assert {each["policy"] for each in ctl(path, "--policy", "all", "--capacity", "3")} >= {"heat", "lru", "tlru"}
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -202,14 +202,56 @@ def test_a_sliding_window_model_gives_the_same_tokens_from_any_branch(place: Pla
             assert kv.last.hit_tokens == hit if seed != 3 else kv.last.hit_tokens >= hit
 
 
-def test_a_static_cache_is_filled_and_given_back_like_any_other(model: Any, place: Place):
-    """cache_implementation="static": the same tokens, and pages that a dynamic cache shares."""
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_static_cache_is_filled_and_given_back_like_any_other(model: Any, place: Place, windowed: bool):
+    """cache_implementation="static": the same tokens, and pages that a dynamic cache shares, window or not."""
     ids = prompt(100)
+    model = gemma() if windowed else model
     kv = attached(model, place)
     with kv.client:
-        for kind, hit in (("static", 0), ("static", 96), ("dynamic", 96)):
+        for kind, hit in (("static", 0), ("static", 96), ("dynamic", 96), ("static", 96)):
             assert torch.equal(kv.generate(ids, **GREEDY, cache_implementation=kind), plain(model, ids))
             assert kv.last.hit_tokens == hit
+
+
+def test_a_static_cache_of_a_windowed_model_gives_the_kv_of_every_token(place: Place):
+    """Not of the last ones alone: what is stored from it is what a dynamic cache holds."""
+    model, ids = gemma(), prompt(128)
+    kv = attached(model, place)
+    with kv.client:
+        kv.generate(ids, **GREEDY, cache_implementation="static")
+        path = kv.cache.match(_keys(ids[0, :112]))
+        cache, want = new_cache(model), new_cache(model)
+        assert kv._load([path], [0], cache, Images(None, ids[0], {})) == 112
+        path.close()
+    fill(model, ids, want)
+    for ours, theirs in zip(cache.layers, want.layers, strict=True):
+        assert torch.allclose(ours.keys, theirs.keys[:, :, :112], atol=1e-5)
+        assert torch.allclose(ours.values, theirs.values[:, :, :112], atol=1e-5)
+
+
+def test_weights_that_changed_are_noticed_even_where_the_first_look_was_cut_short(place: Place, monkeypatch):
+    """A digest that ends by an exception leaves no cache of the old weights in use."""
+    model = gemma()
+    kv = attached(model, place)
+    with kv.client:
+        kv.generate(prompt(64), **GREEDY)
+        with torch.inference_mode():
+            model.lm_head.weight.data.mul_(1.5)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        before = kv.spec.fingerprint
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtier.engines.transformers.fingerprint", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                kv.generate(prompt(64), **GREEDY)
+        assert torch.equal(kv.generate(prompt(64), **GREEDY), plain(model, prompt(64)))
+        assert kv.last.hit_tokens == 0
+        assert kv.spec.fingerprint != before
+
+
+def _interrupted(*_: Any, **__: Any) -> bytes:
+    raise KeyboardInterrupt
 
 
 def test_a_batch_padded_on_the_left_shares_pages_with_single_prompts(model: Any, place: Place):

@@ -120,6 +120,34 @@ def test_a_sliding_window_model_gives_the_same_bits_with_hits(models: Path, home
     assert [(each["tokens"], each["logprobs"]) for each in got] == [(w["tokens"], w["logprobs"]) for w in want]
 
 
+@pytest.mark.parametrize(
+    ("kind", "attach", "size"), [("lfm2", "connector", 32), ("lfm2", "tier", 32), ("qwen3next", "connector", 544)]
+)
+def test_a_model_with_recurrent_state_gives_the_same_bits_with_hits(
+    models: Path, home: Daemon, tmp_path: Path, kind: str, attach: str, size: int
+):
+    """Short convolutions, gated delta nets (bfloat16 on a CPU): a fresh engine loads pages and the state at their end.
+
+    What it gives is what was computed, bit for bit, and it goes on from the end of the answer as well. The states of
+    the gated delta nets lie in several slots.
+    """
+    dtype = "float32" if kind == "lfm2" else "bfloat16"
+    options = {"model": models / kind, "attach": ATTACH[attach](home.socket), "dtype": dtype, "max_model_len": 1024}
+    make_model(models / kind, kind)
+    prompts = [prompt(600, 3), prompt(500, 4), prompt(97, 5), prompt(40, 6)]
+    whole = [(len(each) - 1) // size * size for each in prompts]
+    with Engine(tmp_path / "log", **options) as cold:
+        assert cold.tell("layout")["groups"] == 2
+        want = [cold.generate([each])[0] for each in prompts]
+        turn = prompts[1] + cold.generate([prompts[1]], tokens=60)[0]["tokens"]
+        kept(cold, [*prompts, turn], [*whole, 544])
+    with Engine(tmp_path / "log", **options) as fresh:
+        got = [fresh.generate([each])[0] for each in prompts]
+        assert [each["cached"] for each in got] == whole
+        assert [(each["tokens"], each["logprobs"]) for each in got] == [(w["tokens"], w["logprobs"]) for w in want]
+        assert fresh.generate([turn + prompt(20)])[0]["cached"] == 544
+
+
 def test_tensor_parallel_engines_share_pages_with_others(models: Path, home: Daemon, tmp_path: Path):
     """Two ranks write their heads of each page; they, and an engine of one rank, load them and give the same tokens."""
     options = {"model": models / "llama", "attach": connector(home.socket)}
@@ -231,10 +259,12 @@ def pages(daemon: Daemon) -> int:
         return admin.ask(wire.Status(), wire.Info).data["pages"]
 
 
-@pytest.mark.parametrize("attach", ATTACH)
-def test_preemption_chunks_and_aborts_change_no_token(models: Path, home: Daemon, tmp_path: Path, attach: str):
+@pytest.mark.parametrize(("kind", "attach"), [("llama", "connector"), ("llama", "tier"), ("gemma", "connector")])
+def test_preemption_chunks_and_aborts_change_no_token(
+    models: Path, home: Daemon, tmp_path: Path, kind: str, attach: str
+):
     """Room for three requests of eight, prompts cut into chunks, requests that end early: all tokens as one by one."""
-    options = {"model": models / "llama", "attach": ATTACH[attach](home.socket)}
+    options = {"model": models / kind, "attach": ATTACH[attach](home.socket)}
     tight = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     prompts = [prompt(100 + 17 * seed, seed) for seed in range(3, 11)]
     with Engine(tmp_path / "log", **options) as alone:

@@ -126,8 +126,8 @@ class AsyncLink:
                 return await self.join(deadline)
             case Start(joined, message, reply):
                 return await self.start(joined, message, reply, deadline)
-            case Wait(ticket):
-                return await self.wait(ticket, deadline, patient=True)
+            case Wait(ticket, patient):
+                return await self.wait(ticket, deadline, patient=patient)
             case Post(joined, message):
                 await self.start(joined, message, wire.Ok, deadline)
                 return None

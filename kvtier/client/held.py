@@ -221,6 +221,23 @@ class HeldReservation(Slots):
         self._note(group, page, [0])
         return super().address(group, page)
 
+    def wants(self, group: int, page: int) -> bool:
+        """Whether this process is to write the item: it is not stored, nobody else writes it, nothing is lost."""
+        return self._open_item(group, page) is not None
+
+    def views(self, group: int, first: int, pages: int) -> list[tuple[int, Bytes]]:
+        """Slots to write of pages from `first` on, for items of one slot: (position, rows [items, item_bytes]).
+
+        Items that lie together are one entry; what `wants` is false for is in none.
+        """
+        if self.cache.groups[group].slots_per_item > 1:
+            raise bad("group", "items of one slot; use write", group)
+        at = first - self.start
+        if not self.writes or self.lost or at < 0 or any(self._committed[at : at + pages]):
+            return []
+        self._note(group, first, [0] * min(pages, self.pages - at))
+        return [(span.at, span.rows) for span in self._spans(group, first, pages, sys.maxsize)]
+
     def write(self, group: int, page: int, data: Data | Parts) -> bool:
         """Copy in an item: this process's slice of it, or the whole where it opened without slices.
 

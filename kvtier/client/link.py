@@ -68,9 +68,10 @@ class Start(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait for a ticket without giving it up; gives its reply, or None when time is up."""
+    """Wait for a ticket; gives its reply. When time is up: None if patient, else the connection is given up."""
 
     ticket: Any
+    patient: bool = True
 
 
 class Post(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache
@@ -11,7 +11,7 @@ from kvtier.client.held import HeldReservation
 from kvtier.client.layout import Bytes
 from kvtier.client.link import Away, Start, Steps, Ticket, Wait
 from kvtier.client.slots import Slots
-from kvtier.types import Kind, bad
+from kvtier.types import Kind, KvtierError, bad
 
 BATCH_BYTES: Final = 4 << 20
 """Copied between two requests: long beside a round trip, short beside a prompt."""
@@ -31,32 +31,40 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
     joined, reply = yield from path._reserving(first, min(step, pages), (), wait_ms, device=False)  # noqa: SLF001 - one idea
     at, asked = 0, min(step, pages)
     coming: Ticket[wire.Reserved] | None = None
-    while True:
-        held, coming = HeldReservation(cache, first + at, joined, reply), None
-        end = at + held.pages
-        if held.pages == asked and end < pages:
-            asked = min(2 * asked, pages - end)  # a few large requests cost the daemon less than many small ones
-            coming = yield Start(joined, path.next_room(first + end, asked, wait_ms), wire.Reserved)
-        wrote = True
-        for lo in range(at, end, step):
-            hi = min(lo + step, end)
-            wrote = wrote and all(
-                held.write_pages(g, first + lo, rows[lo:hi], summed=True) for g, rows in enumerate(data)
-            )
-            if wrote:
+    held = HeldReservation(cache, first, joined, reply)
+    try:
+        while True:
+            end = at + held.pages
+            if held.pages == asked and end < pages:
+                asked = min(2 * asked, pages - end)  # a few large requests cost the daemon less than many small ones
+                coming = yield Start(joined, path.next_room(first + end, asked, wait_ms), wire.Reserved)
+            for lo in range(at, end, step):
+                hi = min(lo + step, end)
+                _copy(held, first + lo, [rows[lo:hi] for rows in data])
                 commits.append((at, (yield Start(joined, held.commit_now(first + lo, hi - lo), wire.Committed))))
-        yield from held._aborting()  # noqa: SLF001 - says nothing where all is committed
-        if coming is None or not wrote:
-            break
-        at, reply = end, _there((yield Wait(coming)))
-    if coming is not None:
-        yield from HeldReservation(cache, first + end, joined, _there((yield Wait(coming))))._aborting()  # noqa: SLF001
+            if coming is None:
+                break
+            ticket, coming = coming, None
+            at, held = end, HeldReservation(cache, first + end, joined, (yield Wait(ticket, patient=False)))
+    except (Away, KvtierError):
+        yield from held._aborting()  # noqa: SLF001
+        if coming is not None and joined.alive:
+            held = HeldReservation(cache, first + end, joined, (yield Wait(coming, patient=False)))
+            yield from held._aborting()  # noqa: SLF001
+        raise
     served = 0
-    for at, ticket in commits:
-        done: wire.Committed = _there((yield Wait(ticket)))
+    for at, each in commits:
+        done: wire.Committed = yield Wait(each, patient=False)
         if at <= served:
             served = max(served, at + done.published)
     return served
+
+
+def _copy(held: HeldReservation, page: int, parts: Sequence[Bytes]) -> None:
+    """Write pages of every group; raises Away."""
+    for group, rows in enumerate(parts):
+        if not held.write_pages(group, page, rows, summed=True):
+            raise Away("the reservation is lost")
 
 
 def _pages(cache: OpenCache, data: Sequence[Bytes]) -> int:
@@ -70,10 +78,3 @@ def _pages(cache: OpenCache, data: Sequence[Bytes]) -> int:
         part = cache.slice_of(number)
         Slots.expect_rows(rows, f"data[{number}]", group.item_bytes if part is None else part.cells * group.cell_bytes)
     return len(data[0])
-
-
-def _there(reply: Any) -> Any:
-    """What came in time; raises Away."""
-    if reply is None:
-        raise Away("the daemon did not answer in time")
-    return reply

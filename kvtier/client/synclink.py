@@ -94,8 +94,8 @@ class SyncLink:
                 return self.join(deadline)
             case Start(joined, message, reply):
                 return self.start(joined, message, reply, deadline)
-            case Wait(ticket):
-                return self.wait(ticket, deadline, patient=True)
+            case Wait(ticket, patient):
+                return self.wait(ticket, deadline, patient=patient)
             case Post(joined, message):
                 self.start(joined, message, wire.Ok, deadline)
                 return None

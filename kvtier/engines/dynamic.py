@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
 from kvtier.engines.states import States, states_of
 from kvtier.identity import GroupSpec
@@ -86,12 +86,15 @@ class Layout(NamedTuple):
         return out.view(pages, group.item_bytes)
 
     def holds(self, cache: Any, rows: int = 1) -> bool:
-        """Whether a cache's tensors are of this layout, as under the autocast mode of the probe."""
+        """Whether a cache's tensors are of this layout, as under the autocast mode of the probe, and of all tokens."""
         layers = [cache.layers[number] for number in self.devices if number < len(cache.layers)]
         return (
             len(layers) == len(self.devices)
             and all(
-                layer.keys.dtype == layer.values.dtype == self.dtype and layer.keys.shape[0] == rows for layer in layers
+                layer.keys.dtype == layer.values.dtype == self.dtype
+                and layer.keys.shape[0] == rows
+                and layer.keys.shape[2] >= int(cache.get_seq_length())  # a window that rolls holds the last tokens only
+                for layer in layers
             )
             and (self.states is None or self.states.holds(cache, rows))
         )
@@ -108,7 +111,11 @@ def new_cache(model: Any, static: int = 0) -> Any:
     Layers with a sliding window keep the KV of every token: a prefix may be continued from anywhere.
     """
     if static:
-        return StaticCache(config=model.config, max_cache_len=static)
+        cache = StaticCache(config=model.config, max_cache_len=static)
+        cache.layers = [
+            StaticLayer(static) if type(each) is StaticSlidingWindowLayer else each for each in cache.layers
+        ]
+        return cache
     kinds = list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     if set(kinds) <= WHOLE:
         return DynamicCache()

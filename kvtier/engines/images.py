@@ -40,9 +40,11 @@ class Images:
         """`ids`: [tokens]; `given`: tensors of INPUTS and TYPES. Raises bad_request where they do not go together."""
         spots = [] if token is None else (ids == token).nonzero().view(-1).tolist()
         types = given.get(TYPES)
-        if types is not None and types[0, -len(ids) :].nonzero().view(-1).tolist() != spots:
-            raise bad(TYPES, "1 for the tokens of images and 0 for others", types)
         self._inputs = {name: given[name] for name in INPUTS if given.get(name) is not None}
+        if types is not None and not self._inputs and bool(types.any()):
+            raise bad(TYPES, "0 where there are no images", types)
+        if types is not None and self._inputs and types[0, -len(ids) :].nonzero().view(-1).tolist() != spots:
+            raise bad(TYPES, "1 for the tokens of images and 0 for others", types)
         if self._inputs and not spots:
             raise bad("input_ids", f"placeholders ({token}) for the images", next(iter(self._inputs)))
         self._runs = _runs(spots) if self._inputs else []

@@ -35,7 +35,9 @@ ALLOWED: Final = frozenset(vars(GenerationConfig())) | {
 ONE_SEQUENCE: Final = {"num_beams": 1, "num_return_sequences": 1}
 UNTOUCHED: Final = ("prompt_lookup_num_tokens", "use_cache")
 CACHES: Final = frozenset({None, "dynamic", "static"})
-PREFILL: Final[dict[str, Any]] = ONE_SEQUENCE | {"max_new_tokens": 1, "do_sample": False, "use_cache": True}
+PREFILL: Final[dict[str, Any]] = ONE_SEQUENCE | {
+    "max_new_tokens": 1, "do_sample": False, "use_cache": True, "cache_implementation": None,
+}  # fmt: skip
 """A `generate` that computes its tokens and nothing else: what it chooses next is dropped."""
 
 
@@ -166,11 +168,11 @@ class Attached:
     # -- identity ------------------------------------------------------------------------------------------------
 
     def _identify(self, *, exact: bool) -> None:
-        """Open the cache of the model as it is now."""
+        """Open the cache of the model as it is now; where that ends early, the next request does it again."""
+        self._version: int | None = None
+        seen, adapter = version(self.model), _adapters(self.model)
         self._argument = cache_argument(self.model)
         self.layout = layout_of(self.model, self._page_tokens)
-        self._adapter = _adapters(self.model)
-        self._version = version(self.model)
         states = self.layout.states
         self.spec = CacheSpec(
             model=self._name,
@@ -179,11 +181,12 @@ class Attached:
             page_tokens=self._page_tokens,
             groups=(self.layout.group, *([states.group] if states else ())),
             backend=f"transformers {release}" if states else "",
-            adapter=self._adapter,
+            adapter=adapter,
             salt=self._salt,
             extras=placeholder(self.model.config) is not None,
         )
         self.cache: Cache = self.client.open(self.spec)
+        self._version, self._adapter = seen, adapter
 
     def _notice_new_weights(self) -> None:
         """Never serve KV of weights that are gone."""

@@ -39,6 +39,15 @@ class Place(NamedTuple):
     views: list[Any]
 
 
+class Move(NamedTuple):
+    """A change among the hosts that homes are chosen from."""
+
+    before: tuple[str, ...]
+    """Who they were."""
+    fresh: frozenset[str]
+    """Who came back or was started again, and may have lost what it had."""
+
+
 class Source(Protocol):
     """A peer that has more of a path than this host. Used by one task; closed when done."""
 
@@ -112,6 +121,12 @@ class PeerTier(Protocol):
 
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """(peer, leading pages) that should be pushed of a path that was computed here."""
+
+    def moves(self) -> Move | None:
+        """What changed among the hosts since this was asked last; None: nothing (or homes are not hosts)."""
+
+    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:
+        """Whether this host is to give a path (keyed caches: a key of `group`) to homes it has since that move."""
 
     async def offer(
         self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0

@@ -1,4 +1,4 @@
-"""Frames and bytes of pages between a socket and slots, in a worker thread: blocking calls, the GIL released.
+"""Bytes of pages between a socket and slots, in a worker thread: blocking calls, the GIL released.
 
 The kernel waits (SO_RCVTIMEO, SO_SNDTIMEO), so that a megabyte is one call and the thread touches the interpreter once
 for it; the checksum is taken of each piece while it is in the processor's cache and the next one arrives. A thread
@@ -14,12 +14,18 @@ import time
 from collections.abc import Sequence
 from typing import Self, TypeVar
 
+import numpy as np
 import xxhash
 
+from kvtier import codec
 from kvtier.peer import frames
 from kvtier.peer.base import Place
+from kvtier.peer.pace import STEP, Bucket, Pace, pieces
+from kvtier.peer.tls import CHUNK, Channel
 
 _TIMEVAL = struct.Struct("@ll")
+_PACKED = struct.Struct("<I")
+"""Bytes of the frame that an item was packed into; 0: it comes as it is."""
 PIECE = 1 << 20
 SMALL = 2 << 20
 """So much is moved on the loop, in a fraction of a millisecond: waking a thread and the loop again takes as long."""
@@ -35,18 +41,33 @@ class Line:
     Everything raises OSError, EOFError, TimeoutError; the connection is of no use after that.
     """
 
-    def __init__(self, sock: socket.socket, session: frames.Session, sealed: bool, within_s: float) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        session: frames.Session,
+        within_s: float,
+        *,
+        sealed: bool,
+        channel: Channel | None,
+        pace: Pace,
+    ) -> None:
         self._sock = sock
         self._session = session
         self._sealed = sealed
+        self._channel = channel
+        self._pace = pace
         self._until = time.monotonic() + within_s
+        self.wire = 0
+        """Bytes of items as they travelled."""
+        self.coding_s = 0.0
+        """Seconds spent on packing or unpacking them."""
 
     def __enter__(self) -> Self:
         self._sock.setblocking(True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: object) -> None:
-        if exc is None or isinstance(exc, frames.Refusal):
+        if exc is None:
             self._sock.setblocking(False)
         else:
             shut(self._sock)
@@ -55,6 +76,7 @@ class Line:
 
     def pour(self, views: list[memoryview]) -> None:
         """Send bytes of pages in order, many a call; under a seal what follows the frame that was sent last."""
+        self.wire += sum(map(len, views))
         if self._sealed:
             seal = self._session.seal_out()
             for view in views:
@@ -62,7 +84,26 @@ class Line:
             views.append(memoryview(seal.digest()))
         self._put(views)
 
-    def fill(self, places: Sequence[Place], sums: Sequence[int]) -> list[int | None]:
+    def pour_packed(self, places: Sequence[Place]) -> None:
+        """Send items, each packed where it gets smaller; one is packed while the kernel sends the one before."""
+        seal = self._session.seal_out() if self._sealed else None
+        for place in places:
+            begin = time.perf_counter()
+            packed = codec.pack(place.views, sum(len(view) for view in place.views) - 1)
+            self.coding_s += time.perf_counter() - begin
+            if packed is None:
+                views = [memoryview(_PACKED.pack(0)), *(memoryview(view) for view in place.views)]
+            else:
+                views = [memoryview(_PACKED.pack(len(packed))), memoryview(packed)]
+            if seal is not None:
+                for view in views:
+                    seal.update(view)
+            self.wire += sum(map(len, views))
+            self._put(views)
+        if seal is not None:
+            self._put([memoryview(seal.digest())])
+
+    def fill(self, places: Sequence[Place], sums: Sequence[int], *, packed: bool) -> list[int | None]:
         """Receive items into places; per item its checksum where it equals the one announced, else None.
 
         What came whole before the connection failed counts (under a seal nothing does): it never raises, but shuts
@@ -72,7 +113,7 @@ class Line:
         out: list[int | None] = [None] * len(places)
         try:
             for at, place in enumerate(places):
-                found = self._item(place, seal)
+                found = self._packed(place, seal) if packed else self._item(place, seal)
                 out[at] = found if found == sums[at] else None
             if seal is not None:
                 self._check(seal)
@@ -84,15 +125,45 @@ class Line:
     def _item(self, place: Place, seal: hmac.HMAC | None) -> int:
         """Receive one item; its checksum."""
         state = xxhash.xxh3_64()
-        for view in place.views:
-            data = memoryview(view)
-            for at in range(0, len(data), PIECE):
-                piece = data[at : at + PIECE]
-                self._get(piece)
-                state.update(piece)
-                if seal is not None:
-                    seal.update(piece)
+        for piece in pieces([memoryview(view) for view in place.views], PIECE):
+            self._get(piece)
+            state.update(piece)
+            if seal is not None:
+                seal.update(piece)
+            self.wire += len(piece)
         return state.intdigest()
+
+    def _packed(self, place: Place, seal: hmac.HMAC | None) -> int | None:
+        """Receive one item that may be packed; the checksum of its own bytes, None where it cannot be unpacked."""
+        size = sum(len(view) for view in place.views)
+        head = self._sealed_bytes(_PACKED.size, seal)
+        (length,) = _PACKED.unpack(head)
+        if not length:
+            return self._item(place, seal)
+        if length >= size:
+            raise EOFError("a packed item is larger than the item")
+        frame = np.frombuffer(self._sealed_bytes(length, seal), np.uint8)
+        begin = time.perf_counter()
+        try:
+            codec.unpack(frame, place.views)
+        except (codec.Unpackable, struct.error):
+            return None
+        finally:
+            self.coding_s += time.perf_counter() - begin
+        state = xxhash.xxh3_64()
+        for view in place.views:
+            state.update(view)
+        return state.intdigest()
+
+    def _sealed_bytes(self, size: int, seal: hmac.HMAC | None) -> bytearray:
+        """The next bytes, which the seal covers."""
+        data = bytearray(size)
+        for piece in pieces([memoryview(data)], PIECE):
+            self._get(piece)
+        if seal is not None:
+            seal.update(data)
+        self.wire += size
+        return data
 
     def _check(self, seal: hmac.HMAC) -> None:
         """Raise EOFError unless the seal that follows is right."""
@@ -110,29 +181,65 @@ class Line:
             raise TimeoutError("a transfer took too long")
         self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6) + 1))
 
+    def _slow(self, bucket: Bucket, nbytes: int) -> None:
+        """Wait until so many bytes may move."""
+        wait = bucket.take(nbytes)
+        if wait > self._until - time.monotonic():
+            raise TimeoutError("a transfer takes too long at the peer's rate")
+        time.sleep(wait)
+
     def _get(self, data: memoryview) -> None:
         """Receive exactly so many bytes."""
+        if self._pace.into is None:
+            self._receive(data)
+            return
+        for piece in pieces([data], STEP):
+            self._slow(self._pace.into, len(piece))
+            self._receive(piece)
+
+    def _receive(self, data: memoryview) -> None:
         at = 0
         while at < len(data):
-            self._limit(socket.SO_RCVTIMEO)
-            try:
-                got = self._sock.recv_into(data[at:], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise TimeoutError("a transfer took too long") from None
-            if not got:
-                raise EOFError("the peer closed the connection in a transfer")
+            got = self._channel.open(data[at:]) if self._channel else 0
+            if self._channel and not got:
+                self._limit(socket.SO_RCVTIMEO)
+                try:
+                    self._channel.arrived(self._sock.recv(CHUNK))
+                except BlockingIOError:
+                    raise TimeoutError("a transfer took too long") from None
+            elif not self._channel:
+                got = self._plain(data[at:])
             at += got
+
+    def _plain(self, data: memoryview) -> int:
+        """Receive some bytes as they are."""
+        self._limit(socket.SO_RCVTIMEO)
+        try:
+            got = self._sock.recv_into(data, 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            raise TimeoutError("a transfer took too long") from None
+        if not got:
+            raise EOFError("the peer closed the connection in a transfer")
+        return got
 
     def _put(self, views: list[memoryview]) -> None:
         """Send all bytes."""
-        first = 0
-        while first < len(views):
+        if self._pace.out is None and self._channel is None:
+            self._send(views)
+            return
+        for piece in pieces(views, STEP):
+            if self._pace.out is not None:
+                self._slow(self._pace.out, len(piece))
+            self._send([piece if self._channel is None else memoryview(self._channel.seal(piece))])
+
+    def _send(self, views: list[memoryview]) -> None:
+        while views:
             self._limit(socket.SO_SNDTIMEO)
             try:
-                sent = self._sock.sendmsg(views[first : first + VECTORS])
+                sent = self._sock.sendmsg(views[:VECTORS])
             except BlockingIOError:
                 raise TimeoutError("a transfer took too long") from None
-            first = _after(views, first, sent)
+            views = _after(views, sent)
 
 
 def begin(sock: socket.socket, views: list[memoryview]) -> list[memoryview]:
@@ -147,17 +254,16 @@ def begin(sock: socket.socket, views: list[memoryview]) -> list[memoryview]:
         sent = sock.sendmsg(some, [], socket.MSG_DONTWAIT)
     except BlockingIOError:
         return views
-    return views[_after(views, 0, sent) :]
+    return _after(views, sent)
 
 
-def _after(views: list[memoryview], first: int, sent: int) -> int:
-    """The first view that was not sent whole, cut to what is left of it."""
+def _after(views: list[memoryview], sent: int) -> list[memoryview]:
+    """The views without their first `sent` bytes."""
+    first = 0
     while first < len(views) and sent >= len(views[first]):
         sent -= len(views[first])
         first += 1
-    if sent:
-        views[first] = views[first][sent:]
-    return first
+    return [views[first][sent:], *views[first + 1 :]] if sent else views[first:]
 
 
 def shut(sock: socket.socket) -> None:

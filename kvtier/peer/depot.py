@@ -2,39 +2,33 @@
 
 Who computes a page writes it behind, after the commit; who misses it asks within the same request. What the store
 does is a hint, as with peers: whatever is missing, late, of another length, of another name or not what was written
-is a miss from that page on. A cache's generation, a random number beside its pages, is part of every name: whoever
-finds none makes one, so a purge makes one and nothing written before is ever found again.
+is a miss from that page on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import secrets as random
 import time
 from typing import Any, Final
 
 from kvtier.identity import CacheSpec
-from kvtier.peer.base import Pick, Shared, Sink, Source
-from kvtier.peer.direct import MIN_BYTES_S
+from kvtier.peer.base import Move, Pick, Shared, Sink, Source
+from kvtier.peer.generations import Generations
 from kvtier.peer.items import items_of, page_name
 from kvtier.peer.reach import Reach, always
 from kvtier.peer.secrets import Secrets
-from kvtier.peer.shelf import GENERATION_BYTES, HEAD, Mark, Shelf, generation_name, item_name, marks
-from kvtier.peer.stored import DepotSink, DepotSource
+from kvtier.peer.shelf import HEAD, Mark, Shelf, item_name, marks
+from kvtier.peer.stored import DepotSink, DepotSource, Life
+from kvtier.peer.terms import MIN_BYTES_S
 
 LACKS_S: Final = 1.0
 """So long the store's no is believed. Others may have given it the pages meanwhile."""
 MAX_LACKS: Final = 1 << 16
-GENERATION_S: Final = 1.0
-"""So long a cache's generation is believed: so late others notice a purge."""
 FULL_S: Final = 5.0
 """So long a store that refused to take something is given nothing."""
 SLICE: Final = 256
 """Pages that are named without letting the loop go."""
-
-_log = logging.getLogger("kvtier.peer")
 
 
 class Depot:
@@ -53,14 +47,9 @@ class Depot:
         self.name = name
         self.deadline_s = deadline_s
         self.counts = shelf.counts
+        self.generations = Generations(shelf)
         self._secrets = secrets
         self._lacks: dict[bytes, float] = {}
-        self._generations: dict[bytes, tuple[bytes, float]] = {}
-        self._emptied: set[bytes] = set()
-        """Caches that were purged here and have no new generation in the store yet."""
-        self.purges = 0
-        """How often some cache was purged here: what was found before counts no more."""
-        self._life = 0
         self._full_until = 0.0
 
     def start(self) -> None:
@@ -75,44 +64,9 @@ class Depot:
         """By when something with so many bytes is over."""
         return time.monotonic() + self.deadline_s + nbytes / MIN_BYTES_S
 
-    # -- generations -----------------------------------------------------------------------------------------------
-
-    async def generation(self, shared: Shared, until: float) -> bytes | None:
-        """The cache's generation in the store, made where there is none; None where the store does not say."""
-        if shared.id in self._emptied and not await self._renew(shared, until):
-            return None
-        known = self._generations.get(shared.id)
-        if known is not None and known[1] > time.monotonic() and self._life == self.shelf.life:
-            return known[0]
-        name, purges = generation_name(shared), self.purges
-        (found,) = await self.shelf.peek([name], GENERATION_BYTES, until)
-        if found == b"":
-            await self.shelf.claim(name, random.token_bytes(GENERATION_BYTES), until)
-            (found,) = await self.shelf.peek([name], GENERATION_BYTES, until)
-        if found is None or len(found) != GENERATION_BYTES or purges != self.purges:
-            return None
-        if known is not None and known[0] != found:
-            self.counts["peer_restarts"] += 1
-            _log.warning("the shared store was emptied of a cache: what is known of it is forgotten")
-            self._lacks.clear()
-        self._life = self.shelf.life
-        self._generations[shared.id] = found, time.monotonic() + GENERATION_S
-        return found
-
     async def forget(self, shared: Shared) -> None:
-        """See PeerTier: another generation begins, at the latest when the store answers again."""
-        self.purges += 1
-        self._emptied.add(shared.id)
-        await self._renew(shared, self.until())
-
-    async def _renew(self, shared: Shared, until: float) -> bool:
-        """End the generation of a purged cache; False where the store does not do it now."""
-        self._generations.pop(shared.id, None)
-        if await self.shelf.drop([generation_name(shared)], until):
-            self._emptied.discard(shared.id)
-        else:
-            _log.warning("a purge waits for the shared store; until then nothing of that cache is taken from it")
-        return shared.id not in self._emptied
+        """See PeerTier."""
+        await self.generations.end(shared)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -141,10 +95,10 @@ class Depot:
         self.counts["peer_asked"] += 1
         until = self.until()
         named = await _marks(shared, keys)
-        generation = await self.generation(shared, until)
+        generation = await self.generations.of(shared, until)
         if generation is None:
             return None
-
+        life = Life(generation, self.generations.ended)
         heads: dict[tuple[int, int], bytes] = {}
 
         async def ask(items: list[tuple[int, int]]) -> list[bool | None]:
@@ -156,7 +110,7 @@ class Depot:
             return [None if raw is None else raw != b"" for raw in found]
 
         pages = await Reach(shared.spec, len(named), ask).deepest(have)
-        return None if pages is None else DepotSource(self, shared, generation, named, pages, heads)
+        return None if pages is None else DepotSource(self, shared, life, named, pages, heads)
 
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
         """See PeerTier."""
@@ -178,7 +132,7 @@ class Depot:
         self.counts["peer_asked"] += 1
         until = self.until()
         named = await _marks(shared, b"".join(keys))
-        generation = await self.generation(shared, until)
+        generation = await self.generations.of(shared, until)
         if generation is None:
             return {}
         found = await self.shelf.has([item_name(shared, generation, mark, group) for mark in named], until)
@@ -186,10 +140,11 @@ class Depot:
 
     async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:  # noqa: ARG002
         """See PeerTier."""
-        generation = await self.generation(shared, self.until())
+        generation = await self.generations.of(shared, self.until())
         if generation is None:
             return None
-        return DepotSource(self, shared, generation, await _marks(shared, keys), len(keys) // shared.spec.stride, {})
+        life = Life(generation, self.generations.ended)
+        return DepotSource(self, shared, life, await _marks(shared, keys), len(keys) // shared.spec.stride, {})
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -201,6 +156,14 @@ class Depot:
         """See PeerTier: everything goes to the store."""
         return [(self.shelf.name, len(keys) // shared.spec.stride)]
 
+    def moves(self) -> Move | None:
+        """See PeerTier: the store is home of everything, whoever comes and goes."""
+        return None
+
+    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:  # noqa: ARG002 - none moves
+        """See PeerTier."""
+        return False
+
     async def offer(
         self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
     ) -> Sink | None:
@@ -209,7 +172,7 @@ class Depot:
             return None
         until = self.until()
         named = await _marks(shared, keys)
-        generation = await self.generation(shared, until)
+        generation = await self.generations.of(shared, until)
         if generation is None:
             return None
         life, pages = self.shelf.life, len(named)

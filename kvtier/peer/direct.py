@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,20 +13,25 @@ import msgspec
 
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
-from kvtier.peer.base import Pick, Shared, Sink, Source
+from kvtier.peer.base import Move, Pick, Shared, Sink, Source
 from kvtier.peer.ends import DirectSink, DirectSource, refused
-from kvtier.peer.items import items_of, page_name
+from kvtier.peer.fame import Fame
+from kvtier.peer.items import chunk_pages, items_of, page_name, picks_of
+from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
-from kvtier.peer.secrets import Secrets
-from kvtier.types import KvtierError
+from kvtier.peer.speed import Packing
+from kvtier.peer.terms import Terms
+from kvtier.types import Kind, KvtierError
 
 T = TypeVar("T")
 THREADS: Final = 16
-MIN_BYTES_S: Final = 32 << 20
-"""A transfer may take its deadline and the time that its bytes need at this rate."""
 MAX_OPS: Final = 8
 """Requests under way to one peer."""
+AHEAD_BYTES: Final = 4 << 20
+"""So much is asked for before it is known to be there and to have room here: a round trip is long beside it."""
+HEDGE: Final = 40
+"""The first home is asked alone for this part of the deadline."""
 
 
 class Direct:
@@ -34,27 +40,26 @@ class Direct:
     def __init__(
         self,
         nodes: Mapping[str, tuple[str, int]],
-        name: str,
-        secrets: Secrets,
+        terms: Terms,
         *,
         replicas: int = 2,
-        deadline_s: float = 0.2,
+        grace_s: float = 60.0,
         counts: Counter[str] | None = None,
     ) -> None:
-        """`name` is this host's own in `nodes`. `deadline_s`: of one question; a transfer has its bytes' time too."""
+        """`nodes` has this host too. A host that is down for longer than `grace_s` is no home."""
         self.counts = Counter() if counts is None else counts
-        self.deadline_s = deadline_s
+        self.terms = terms
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-peer")
-        self.name = name
-        self._names = sorted(nodes)
+        self.name = terms.name
+        self.fame = Fame()
+        self.packing = Packing()
+        self._members = Members(nodes, self.name, replicas, self.fame)
         self._late: set[asyncio.Future[Source | None]] = set()
         """Questions whose answers nobody waits for any more."""
-        self._secrets = secrets
-        self._replicas = replicas
         self._nodes = {
-            each: Node(each, nodes[each], secrets, most=MAX_OPS, deadline_s=deadline_s, counts=self.counts)
-            for each in self._names
-            if each != name
+            each: Node(each, where, terms, most=MAX_OPS, counts=self.counts, grace_s=grace_s)
+            for each, where in sorted(nodes.items())
+            if each != self.name
         }
 
     def start(self) -> None:
@@ -64,7 +69,7 @@ class Direct:
 
     def shared(self, spec: CacheSpec, scope: str, epoch: int) -> Shared | None:
         """The cache as peers know it; None where it is not shared."""
-        return self._secrets.shared(spec, scope, epoch)
+        return self.terms.secrets.shared(spec, scope, epoch)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -75,22 +80,32 @@ class Direct:
 
     def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
         """Other hosts that may have pages of a path and answer, those with the deepest first."""
-        names = dict.fromkeys(
-            name for rung in ring.rungs(shared, keys) for name in ring.homes(self._names, rung.key, self._replicas)
-        )
+        names = dict.fromkeys(name for key in keys_of(shared, keys) for name in self._members.turn(key))
         return [node for name in names if (node := self._nodes.get(name)) is not None and node.up]
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
-        """See PeerTier. Ends as soon as one has all of it; who answers later is let go."""
+        """See PeerTier. Ends as soon as one has all of it; who answers later is let go.
+
+        The first home is asked alone for a moment, and for the first piece at once: it mostly has it.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.terms.deadline_s
         name = page_name(shared, keys, have)
         asked = [node for node in self._homes_up(shared, keys) if not node.lacks(name)]
-        waits = {asyncio.ensure_future(self._find(node, shared, keys, have)) for node in asked}
+        if not asked:
+            return []
+        first, *others = asked
+        waits = {loop.create_task(self._find(first, shared, keys, have, until, ahead=True))}
         found: list[Source] = []
         total = len(keys) // shared.spec.stride
         try:
             while waits and not any(source.pages == total for source in found):
-                done, waits = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                moment = self.terms.deadline_s / HEDGE if others else None
+                done, waits = await asyncio.wait(waits, timeout=moment, return_when=asyncio.FIRST_COMPLETED)
                 found += [source for task in done if (source := task.result()) is not None]
+                if not any(source.pages == total for source in found):
+                    waits |= {loop.create_task(self._find(node, shared, keys, have, until)) for node in others}
+                    others = []
         except BaseException:
             for source in found:
                 source.close()
@@ -101,40 +116,81 @@ class Direct:
                 task.add_done_callback(self._close_late)
         return sorted(found, key=lambda source: -source.pages)
 
-    async def _ask(self, node: Node, shared: Shared, message: frames.Message, kind: type[T]) -> tuple[Pipe, T] | None:
+    async def ask(
+        self,
+        node: Node,
+        shared: Shared,
+        message: frames.Message,
+        kind: type[T],
+        *ahead: frames.Message,
+        until: float = 0.0,
+    ) -> tuple[Pipe, T] | None:
         """A question to one peer on a connection that the caller gives back; None where it does not answer in time."""
-        until = asyncio.get_running_loop().time() + self.deadline_s
+        until = until or asyncio.get_running_loop().time() + self.terms.deadline_s
         try:
             pipe = await node.take(until)
         except (*FAULTS, KvtierError) as exc:
             self.blame(node, exc)
             return None
+        more = False
         try:
             async with asyncio.timeout_at(until):
                 await node.use(pipe, shared)
-                return pipe, await pipe.ask(message, kind)
-        except BaseException as exc:  # noqa: BLE001 - _blame raises what is not the peer's fault
-            node.give(pipe, good=refused(exc))
+                more = bool(ahead)
+                return pipe, await pipe.ask(message, kind, *ahead)
+        except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
+            node.give(pipe, good=refused(exc) and not more)
             self.blame(node, exc)
             return None
 
-    async def _find(self, node: Node, shared: Shared, keys: bytes, have: int) -> Source | None:
-        """Ask one peer; None where it has no more, or does not say in time."""
+    async def _find(
+        self, node: Node, shared: Shared, keys: bytes, have: int, until: float, *, ahead: bool = False
+    ) -> Source | None:
+        """Ask one peer; None where it has no more, or does not say in time. `ahead`: and for the first piece."""
         self.counts["peer_asked"] += 1
-        answer = await self._ask(node, shared, frames.Find(shared.id, keys), frames.Found)
+        total = len(keys) // shared.spec.stride
+        piece = self._first(node, shared, have, total) if ahead else None
+        asked = [] if piece is None else [piece]
+        answer = await self.ask(node, shared, frames.Find(shared.id, keys), frames.Found, *asked, until=until)
         if answer is None:
             return None
         pipe, reply = answer
-        if reply.pages > len(keys) // shared.spec.stride or reply.pages <= have:
+        if piece is not None and reply.pages < min(total, have + chunk_pages(shared.spec)):
+            if not await self._declined(node, pipe, until):
+                return None
+            piece = None
+        if not have < reply.pages <= total:
             node.note_lack(page_name(shared, keys, have))
             node.give(pipe, good=reply.pages <= have)
             return None
-        return DirectSource(self, node, pipe, shared, keys, reply.pages)
+        self.fame.tell(keys_of(shared, keys[: reply.pages * shared.spec.stride])[0], reply.more, time.monotonic())
+        return DirectSource(self, node, pipe, shared, keys, reply.pages, piece)
+
+    def _first(self, node: Node, shared: Shared, have: int, total: int) -> frames.Fetch | None:
+        """Asks for the first piece of a path; None where it is large, or depends on how much there is."""
+        if any(group.kind is not Kind.FULL for group in shared.spec.groups):
+            return None
+        pages = range(have, min(total, have + chunk_pages(shared.spec)))
+        if len(pages) * sum(group.item_bytes for group in shared.spec.groups) > AHEAD_BYTES:
+            return None
+        items = [(group, page) for group in range(len(shared.spec.groups)) for page in pages]
+        return frames.Fetch(picks_of(items), self.packing.pays(node.into, shared.id, len(items)))
+
+    async def _declined(self, node: Node, pipe: Pipe, until: float) -> bool:
+        """Receive the no to a piece that was asked for ahead and is not there; False where something else comes."""
+        try:
+            async with asyncio.timeout_at(until):
+                await pipe.receive(frames.Refused)
+        except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
+            node.give(pipe, good=False)
+            self.blame(node, exc)
+            return False
+        return True
 
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
         """See PeerTier."""
         peer = self._nodes[node]
-        answer = await self._ask(peer, shared, frames.Find(shared.id, keys), frames.Found) if peer.up else None
+        answer = await self.ask(peer, shared, frames.Find(shared.id, keys), frames.Found) if peer.up else None
         if answer is None:
             return 0
         pipe, found = answer
@@ -166,8 +222,16 @@ class Direct:
 
     def key_homes(self, shared: Shared, group: int, key: bytes) -> list[str]:
         """See PeerTier."""
-        found = ring.homes(self._names, ring.key_name(shared, group, key), self._replicas)
-        return [name for name in found if name != self.name]
+        return [name for name in self._members.homes(ring.key_name(shared, group, key)) if name != self.name]
+
+    def moves(self) -> Move | None:
+        """See PeerTier."""
+        return self._members.look(self._nodes.values())
+
+    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:
+        """See PeerTier."""
+        keyed = shared.spec.keyed
+        return self._members.owed([ring.key_name(shared, group, keys)] if keyed else keys_of(shared, keys), move)
 
     async def holders(self, shared: Shared, group: int, keys: list[bytes]) -> dict[bytes, list[str]]:
         """See PeerTier."""
@@ -188,7 +252,7 @@ class Direct:
         """A byte per key; none where the peer does not say in time."""
         self.counts["peer_asked"] += 1
         message = frames.Have(shared.id, group, b"".join(keys))
-        answer = await self._ask(self._nodes[name], shared, message, frames.Has)
+        answer = await self.ask(self._nodes[name], shared, message, frames.Has)
         if answer is None:
             return b""
         self._nodes[name].give(answer[0], good=len(answer[1].have) == len(keys))
@@ -197,7 +261,7 @@ class Direct:
     async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:
         """See PeerTier."""
         peer = self._nodes[node]
-        answer = await self._ask(peer, shared, frames.Have(shared.id, group, keys), frames.Has) if peer.up else None
+        answer = await self.ask(peer, shared, frames.Have(shared.id, group, keys), frames.Has) if peer.up else None
         if answer is None:
             return None
         return DirectSource(self, peer, answer[0], shared, keys, len(keys) // shared.spec.stride)
@@ -212,7 +276,7 @@ class Direct:
         """See PeerTier: other hosts only. A home on several rungs is named once, with the most pages."""
         found: dict[str, int] = {}
         for rung in ring.rungs(shared, keys):
-            for name in ring.homes(self._names, rung.key, self._replicas):
+            for name in self._members.homes(rung.key):
                 if name != self.name:
                     found.setdefault(name, rung.pages)
         return list(found.items())
@@ -223,7 +287,7 @@ class Direct:
         """See PeerTier."""
         peer = self._nodes[node]
         offer = frames.Offer(shared.id, keys, spare, group)
-        answer = await self._ask(peer, shared, offer, frames.Wanted) if peer.up else None
+        answer = await self.ask(peer, shared, offer, frames.Wanted) if peer.up else None
         if answer is None:
             return None
         pipe, wanted = answer
@@ -252,7 +316,7 @@ class Direct:
 
     async def _weigh(self, node: Node, shared: Shared, keys: bytes) -> frames.Weighed | None:
         """Ask one peer; None where it does not say in time."""
-        answer = await self._ask(node, shared, frames.Weigh(shared.id, keys), frames.Weighed)
+        answer = await self.ask(node, shared, frames.Weigh(shared.id, keys), frames.Weighed)
         if answer is None:
             return None
         node.give(answer[0], good=True)
@@ -261,7 +325,8 @@ class Direct:
     def preferred(self, shared: Shared, keys: bytes) -> list[str]:
         """See PeerTier: by the deepest rung, so that prompts that begin alike go to one host."""
         found = ring.rungs(shared, keys)
-        return ring.homes(self._names, found[0].key, len(self._names)) if found else self._names
+        names = self._members.names
+        return ring.homes(names, found[0].key, len(names)) if found else names
 
     def status(self) -> list[dict[str, Any]]:
         """See PeerTier."""
@@ -275,7 +340,3 @@ class Direct:
         for node in self._nodes.values():
             await node.close()
         self.pool.shutdown(wait=True)
-
-    def within(self, nbytes: int) -> float:
-        """Seconds that a transfer may take."""
-        return self.deadline_s + nbytes / MIN_BYTES_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from kvtier.peer.frames import Refusal
 from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
 from kvtier.peer.node import Node
 from kvtier.peer.pipe import Pipe
+from kvtier.types import Code
 
 if TYPE_CHECKING:
     from kvtier.peer.direct import Direct
@@ -57,9 +59,20 @@ class _Held:
 class DirectSource(_Held):
     """A peer that answered Found."""
 
-    def __init__(self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, pages: int) -> None:
+    def __init__(
+        self,
+        tier: Direct,
+        peer: Node,
+        pipe: Pipe,
+        shared: Shared,
+        keys: bytes,
+        pages: int,
+        ahead: frames.Fetch | None = None,
+    ) -> None:
+        """`ahead`: asked for already; its pages come unless they are fetched first, the connection is of no use."""
         super().__init__(tier, peer, pipe, shared, keys)
         self.pages = pages
+        self._ahead = ahead
         self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
@@ -75,21 +88,45 @@ class DirectSource(_Held):
             out[at] = value
         return out
 
+    async def _again(self) -> None:
+        """Find on another connection, where nothing comes that was asked for ahead and is not wanted."""
+        self.close()
+        self._ahead = None
+        answer = await self._tier.ask(self._peer, self._shared, frames.Find(self._shared.id, self._keys), frames.Found)
+        if answer is not None:
+            self._pipe, found = answer
+            if found.pages < self.pages:
+                raise Refusal(Code.UNKNOWN, "some of it is there no more")
+
+    def close(self) -> None:
+        """See Source."""
+        if self._pipe is not None and self._ahead is not None:
+            self._peer.give(self._pipe, good=False)
+            self._pipe = None
+        super().close()
+
     async def _fetch(self, places: list[Place]) -> list[int | None]:
         """Ask for the items and let them arrive; whatever is not exactly what was asked for is a fault."""
-        pipe, tier = self._open(), self._tier
+        tier, into = self._tier, self._peer.into
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         picks = picks_of(items)
-
-        until = asyncio.get_running_loop().time() + 2 * tier.within(nbytes)  # it may read its disk first
+        if self._ahead is not None and self._ahead.picks != picks:
+            await self._again()
+        pipe, ahead, self._ahead = self._open(), self._ahead, None
+        fetch = ahead or frames.Fetch(picks, tier.packing.pays(into, self._shared.id, len(items)))
+        until = time.monotonic() + 2 * tier.terms.within(nbytes)  # it may read its disk first
         try:
-            async with asyncio.timeout_at(until):
-                load = await pipe.ask(frames.Fetch(picks), frames.Load)
+            async with asyncio.timeout(until - time.monotonic()):
+                load = await (pipe.receive(frames.Load) if ahead else pipe.ask(fetch, frames.Load))
             if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
                 raise _MismatchError("it announced other pages than were asked for")  # noqa: TRY301 - counted below
-            sums = np.frombuffer(load.sums, "<u8").tolist()
-            found = await pipe.fill(tier.pool, places, sums, until - asyncio.get_running_loop().time())
+            begin = time.monotonic()
+            found = await pipe.fill(tier.pool, load, places, until - begin)
+            if load.packed:
+                tier.packing.unpacked(self._shared.id, nbytes, pipe.wire, pipe.coding_s)
+            else:
+                into.note(nbytes, time.monotonic() - begin)
         except _MismatchError:
             tier.counts["peer_mismatch"] += 1
             raise
@@ -114,20 +151,26 @@ class DirectSink(_Held):
         pipe, tier = self._open(), self._tier
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
-        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo)
-        within = 2 * tier.within(nbytes)
+        packed = tier.packing.pays(self._peer.out, self._shared.id, len(items))
+        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo, packed)
+        within, begin = 2 * tier.terms.within(nbytes), time.monotonic()
         try:
             async with asyncio.timeout(within):
                 await pipe.pour(tier.pool, load, places, within)
-                return (await pipe.receive(frames.Stored)).pages
+                stored = await pipe.receive(frames.Stored)
         except BaseException as exc:
             self._fail(exc)
             raise
+        if packed:
+            tier.packing.packed(self._shared.id, nbytes, pipe.wire, pipe.coding_s)
+        else:
+            self._peer.out.note(nbytes, time.monotonic() - begin)
+        return stored.pages
 
     async def more(self) -> None:
         """See Sink."""
         try:
-            async with asyncio.timeout(self._tier.deadline_s):
+            async with asyncio.timeout(self._tier.terms.deadline_s):
                 self.picks = (await self._open().ask(frames.More(), frames.Wanted)).picks
             items_of(self._shared.spec, self.picks, len(self._keys) // self._shared.spec.stride)
         except BaseException as exc:

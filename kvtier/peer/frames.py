@@ -20,7 +20,7 @@ from kvtier.peer.base import Pick
 from kvtier.peer.secrets import derive
 from kvtier.types import Code, KvtierError, bad
 
-VERSION: Final = 1
+VERSION: Final = 2
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 16
 SEAL_BYTES: Final = 32
@@ -43,6 +43,8 @@ class Knock(Message, tag=1):
     nonce: bytes
     sealed: bool
     """Whether an HMAC follows the bytes of pages."""
+    name: str = ""
+    """Who knocks: its name in the fleet, which the key of the connection follows from, too. Version 1 had none."""
 
 
 class Challenge(Message, tag=2):
@@ -85,27 +87,31 @@ class Find(Message, tag=7):
 
 
 class Found(Message, tag=8):
-    """The first `pages` pages can be fetched."""
+    """The first `pages` pages can be fetched, from `more` homes than usual: it is hot."""
 
     pages: int
+    more: int = 0
 
 
 class Fetch(Message, tag=9):
-    """Items of the path that was found last."""
+    """Items of the path that was found last; `packed`: they come sooner if they are."""
 
     picks: tuple[Pick, ...]
+    packed: bool = False
 
 
 class Load(Message, tag=10):
     """Announces items whose bytes follow, in the order of the picks.
 
-    `sums`: the xxh3-64 of each, u64 little-endian. `echo` names the path as the sender's tree has it.
+    `sums`: the xxh3-64 of each, u64 little-endian. `echo` names the path as the sender's tree has it. Where they are
+    `packed`, each has its frame's length (u32 little-endian) in front, 0 where it comes as it is.
     """
 
     picks: tuple[Pick, ...]
     sums: bytes
     nbytes: int
     echo: bytes
+    packed: bool = False
 
 
 class Offer(Message, tag=11):

@@ -72,3 +72,12 @@ def nbytes_of(spec: CacheSpec, items: Iterable[tuple[int, int]]) -> int:
 def ordered(places: Sequence[Place]) -> list[Place]:
     """Places in the order in which their picks name them."""
     return sorted(places, key=lambda place: (place.group, place.page))
+
+
+def ranges(items: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(group, first, count) that cover the items."""
+    out: dict[int, tuple[int, int]] = {}
+    for group, page in items:
+        lo, hi = out.get(group, (page, page))
+        out[group] = (min(lo, page), max(hi, page))
+    return [(group, lo, hi - lo + 1) for group, (lo, hi) in out.items()]

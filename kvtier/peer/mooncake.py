@@ -8,7 +8,6 @@ another started. Bytes are copied once, between that memory and the slots.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import mmap
 import os
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
@@ -27,10 +26,8 @@ import numpy as np
 from kvtier.mover import drained
 from kvtier.peer.mooncake_child import LENGTH, MAX_FRAME, Ask, Setup, Told, frame
 from kvtier.peer.shelf import Want
-from kvtier.types import align_up
+from kvtier.peer.trays import TRAY, add_up, pack, places_of, trays_of, unpack
 
-TRAY: Final = 16 << 20
-"""Bytes that one call moves at most."""
 TRAYS: Final = 8
 """Calls with bytes at a time."""
 MAX_OPS: Final = 8
@@ -38,9 +35,11 @@ MAX_OPS: Final = 8
 MAX_LOST: Final = 8
 """Calls that may hang; more, and the child is killed."""
 THREADS: Final = 4
+MAX_SILENT: Final = 3
+"""Pings in a row without an answer."""
 START_S: Final = 20.0
 PING_S: Final = 1.0
-ALIGN: Final = 64
+UNASKED: Final = "not asked yet"
 SMALL: Final = 64 << 10
 """Bytes that are copied sooner than a thread wakes."""
 GONE: Final = frozenset((-703, -704))
@@ -75,12 +74,13 @@ class MooncakeShelf:
         """`setup`: how the child joins the cluster."""
         self.counts = Counter() if counts is None else counts
         self.up = False
-        self.why = "not asked yet"
+        self.why = UNASKED
         self.life = 0
         self._setup = setup
         self._deadline_s = deadline_s
         self._pool = ThreadPoolExecutor(THREADS, "kvtier-mooncake")
         self._memory_fd = os.memfd_create("kvtier-mooncake", os.MFD_CLOEXEC)
+        os.fchmod(self._memory_fd, 0o600)  # the default lets every user open it through /proc
         os.ftruncate(self._memory_fd, TRAY * TRAYS)
         self._memory = np.frombuffer(mmap.mmap(self._memory_fd, 0), np.uint8)
         self._trays = list(range(TRAYS))
@@ -150,16 +150,26 @@ class MooncakeShelf:
             pings.cancel()
 
     async def _pings(self) -> None:
-        while True:
-            call = self._begin("has", ["kvt1:ping"])
-            if call is None:
-                return
+        """Ask whether the master answers; a child that says nothing for long is killed."""
+        silent = 0
+        while (call := self._begin("has", ["kvt1:ping"])) is not None:
             found = await self._ended(call, 1, time.monotonic() + self._deadline_s)
+            silent = silent + 1 if found is None else 0
+            if silent >= MAX_SILENT:
+                self._kill(f"{silent} pings had no answer")
             if found is not None and found[0] < 0:
                 self._failed(OSError(f"the master does not answer ({found[0]})"))
             elif found is not None:
+                if not self.up:
+                    _log.info("the shared store of Mooncake answers")
                 self.up, self.why = True, ""
             await asyncio.sleep(PING_S)
+
+    def _kill(self, why: str) -> None:
+        """End the child: its end of the socket closes, and _run goes on from there."""
+        if self._child is not None:
+            _log.warning("the process of Mooncake's engine is killed: %s", why)
+            self._child.process.kill()
 
     async def _bury(self) -> None:
         """The child is dead: only now its calls are over."""
@@ -175,10 +185,11 @@ class MooncakeShelf:
 
     def _failed(self, exc: BaseException) -> None:
         """It did not do what was asked: ask nothing more until it answers a ping."""
+        if self.up or self.why == UNASKED:
+            _log.warning("the shared store of Mooncake is asked nothing until it answers: %r", exc)
         if self.up:
             self.counts["peer_down"] += 1
             self.life += 1
-            _log.warning("the shared store of Mooncake is asked nothing until it answers: %r", exc)
         self.up, self.why = False, f"{type(exc).__name__}: {exc}"
 
     # -- calls ---------------------------------------------------------------------------------------------------------
@@ -217,9 +228,8 @@ class MooncakeShelf:
             self._lost -= 1
 
         call.add_done_callback(found)
-        if self._lost == MAX_LOST + 1 and self._child is not None:
-            _log.warning("more than %d calls of Mooncake's engine hang: it is killed", MAX_LOST)
-            self._child.process.kill()  # its end of the socket closes, and _run goes on from there
+        if self._lost == MAX_LOST + 1:
+            self._kill(f"more than {MAX_LOST} calls hang")
 
     async def _small(self, verb: str, names: Sequence[str], until: float) -> list[int | None]:
         """A call without bytes; None where there is no answer."""
@@ -280,15 +290,22 @@ class MooncakeShelf:
         """See Shelf."""
         return [value == 0 for value in await self._move("write", wants, until)]
 
-    async def claim(self, name: str, value: bytes, until: float) -> None:
-        """See Shelf: values never change, so whoever is first stays."""
-        await self._move("write", [Want(name, [memoryview(value)])], until)
+    async def claim(self, names: Sequence[str], value: bytes, until: float) -> None:
+        """See Shelf: what is there is not written again, so whoever is first stays."""
+        await self._move("write", [Want(name, [memoryview(value)]) for name in names], until)
+
+    async def replace(self, names: Sequence[str], value: bytes, until: float) -> list[bool]:
+        """See Shelf."""
+        told = await self._move("replace", [Want(name, [memoryview(value)]) for name in names], until)
+        return [one == 0 for one in told]
 
     async def _move(self, verb: str, wants: Sequence[Want], until: float) -> list[int | None]:
         """Calls with bytes, as many at once as there are trays; what the engine says of each value."""
-        loads = [self._load(verb, part, until) for part in _trays(wants)]
+        loads = [self._load(verb, part, until) for part in trays_of(wants)]
         told = [value for part in await asyncio.gather(*loads) for value in part]
-        await self._threaded(_sum, [want for want in wants if want.sum is not None])  # in order, as trays do not end in
+        await self._threaded(
+            add_up, [want for want in wants if want.sum is not None]
+        )  # in order, as trays do not end in
         return told
 
     async def _load(self, verb: str, wants: Sequence[Want], until: float) -> list[int | None]:
@@ -302,11 +319,11 @@ class MooncakeShelf:
             self._trays.append(tray)
             self._room.release()
 
-        at = _places(wants, tray * TRAY)
+        at = places_of(wants, tray * TRAY)
         call = None
         try:
-            if verb == "write":
-                await self._threaded(_pack, wants, self._memory, at)
+            if verb != "read":
+                await self._threaded(pack, wants, self._memory, at)
             call = self._begin(verb, [want.name for want in wants], at, [want.nbytes for want in wants])
             found = None if call is None else await self._ended(call, len(wants), until)
         except BaseException:
@@ -318,7 +335,7 @@ class MooncakeShelf:
         try:
             told = nothing if found is None else [self._told(value) for value in found]
             if verb == "read":
-                await self._threaded(_unpack, wants, self._memory, at, told)
+                await self._threaded(unpack, wants, self._memory, at, told)
         finally:
             free()
         return told
@@ -350,51 +367,3 @@ class MooncakeShelf:
         if self._memory_fd >= 0:
             os.close(self._memory_fd)
             self._memory_fd = -1
-
-
-def _trays(wants: Sequence[Want]) -> Iterator[list[Want]]:
-    """Values, as many together as a tray holds."""
-    part: list[Want] = []
-    room = TRAY
-    for want in wants:
-        size = align_up(want.nbytes, ALIGN)
-        if size > room:
-            yield part
-            part, room = [], TRAY
-        part.append(want)
-        room -= size
-    if part:
-        yield part
-
-
-def _places(wants: Sequence[Want], first: int) -> list[int]:
-    """Where each value is put, from an offset on."""
-    sizes = [align_up(want.nbytes, ALIGN) for want in wants]
-    return [first + before for before in itertools.accumulate(sizes[:-1], initial=0)]
-
-
-def _pack(wants: Sequence[Want], memory: np.ndarray, at: Sequence[int]) -> None:
-    """Copy values into shared memory."""
-    for want, offset in zip(wants, at, strict=True):
-        end = offset
-        for view in want.views:
-            np.copyto(memory[end : end + len(view)], np.frombuffer(view, np.uint8))
-            end += len(view)
-
-
-def _unpack(wants: Sequence[Want], memory: np.ndarray, at: Sequence[int], told: Sequence[int | None]) -> None:
-    """Copy those values out that are there, whole."""
-    for want, offset, size in zip(wants, at, told, strict=True):
-        if size != want.nbytes:
-            continue
-        end = offset
-        for view in want.views:
-            np.copyto(np.frombuffer(view, np.uint8), memory[end : end + len(view)])
-            end += len(view)
-
-
-def _sum(wants: Sequence[Want]) -> None:
-    """Give the bytes to their hashes."""
-    for want in wants:
-        for view in want.views:
-            want.sum.update(view)

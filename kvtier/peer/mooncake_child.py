@@ -37,7 +37,7 @@ class Setup(msgspec.Struct, array_like=True):
 
 
 class Ask(msgspec.Struct, array_like=True):
-    """A call about values: `has`, `read`, `write` or `drop`."""
+    """A call about values: `has`, `read`, `write`, `replace` or `drop`."""
 
     number: int
     verb: str
@@ -86,6 +86,8 @@ class Engine:
             return list(self._store.batch_get_into(ask.names, pointers, ask.sizes))
         if ask.verb == "write":
             return list(self._store.batch_put_from(ask.names, pointers, ask.sizes, self._config))
+        if ask.verb == "replace":
+            return list(self._store.batch_upsert_from(ask.names, pointers, ask.sizes, self._config))
         # Whoever looked for a value has a lease on it for seconds; a purge does not wait for that.
         return [self._store.remove(name, force=True) for name in ask.names]
 

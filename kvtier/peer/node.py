@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections import Counter
 from typing import Any, Final
 
 from kvtier.peer import frames
 from kvtier.peer.base import Shared
 from kvtier.peer.frames import Refusal
+from kvtier.peer.pace import pace
 from kvtier.peer.pipe import Pipe
-from kvtier.peer.secrets import Secrets
+from kvtier.peer.speed import Link
+from kvtier.peer.terms import Terms
 from kvtier.types import Code, KvtierError
 
 PING_S: Final = 1.0
@@ -36,11 +39,11 @@ class Node:
         self,
         name: str,
         address: tuple[str, int],
-        secrets: Secrets,
+        terms: Terms,
         *,
         most: int,
-        deadline_s: float,
         counts: Counter[str],
+        grace_s: float = 60.0,
     ) -> None:
         self.name = name
         self.address = address
@@ -48,8 +51,12 @@ class Node:
         self.why = "not asked yet"
         self.incarnation = b""
         self.counts = counts
-        self._secrets = secrets
-        self._deadline_s = deadline_s
+        self._grace_s = grace_s
+        self._since = time.monotonic()
+        """When it was up last, while it is not."""
+        self.into, self.out = Link(), Link()
+        self._terms = terms
+        self._pace = pace(terms.rate)
         self._idle: list[Pipe] = []
         self._room = asyncio.Semaphore(most)
         """How many requests may be under way."""
@@ -57,6 +64,11 @@ class Node:
         self._line: Pipe | None = None
         """The connection of pings."""
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def away(self) -> bool:
+        """Whether it has not answered for the grace time."""
+        return not self.up and time.monotonic() - self._since > self._grace_s
 
     # -- whether it answers ----------------------------------------------------------------------------------------
 
@@ -74,7 +86,7 @@ class Node:
             await asyncio.sleep(PING_S)
 
     async def _ping(self) -> None:
-        async with asyncio.timeout(self._deadline_s):
+        async with asyncio.timeout(self._terms.deadline_s):
             if self._line is None:
                 self._line = await self._connect()
             await self._line.ask(frames.Ping(), frames.Done)
@@ -85,6 +97,7 @@ class Node:
     def failed(self, exc: BaseException) -> None:
         """It did not do what was asked: ask nothing more until it answers a ping."""
         if self.up:
+            self._since = time.monotonic()
             self.counts["peer_down"] += 1
             _log.warning("peer %s is asked nothing until it answers again: %r", self.name, exc)
         self.up, self.why = False, f"{type(exc).__name__}: {exc}"
@@ -137,8 +150,10 @@ class Node:
         sock = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             await loop.sock_connect(sock, where)
-            pipe = Pipe(sock)
-            await pipe.knock(self._secrets)
+            certs = self._terms.certs
+            channel = None if certs is None else certs.channel(server=False, name=self.name)
+            pipe = Pipe(sock, channel=channel, pace=self._pace)
+            await pipe.knock(self._terms, self.name)
         except BaseException:
             sock.close()
             raise
@@ -154,8 +169,9 @@ class Node:
         """Show on this connection that this host holds the cache's secret."""
         if shared.id in pipe.used or pipe.session is None:
             return
-        proof = self._secrets.proof(shared.scope, pipe.session.id, shared.id)
-        await pipe.ask(frames.Use(shared.id, shared.spec, self._secrets.key_id(shared.scope), proof), frames.Done)
+        secrets = self._terms.secrets
+        proof = secrets.proof(shared.scope, pipe.session.id, shared.id)
+        await pipe.ask(frames.Use(shared.id, shared.spec, secrets.key_id(shared.scope), proof), frames.Done)
         pipe.used.add(shared.id)
 
     # -- what it lacked ----------------------------------------------------------------------------------------------

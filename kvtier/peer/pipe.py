@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
+import numpy as np
 import xxhash
 
 from kvtier.mover import drained
 from kvtier.peer import bulk, frames
 from kvtier.peer.base import Place
-from kvtier.peer.secrets import Secrets
+from kvtier.peer.pace import Pace
+from kvtier.peer.terms import Terms
+from kvtier.peer.tls import CHUNK, Channel, expect_name
 from kvtier.types import Code, KvtierError
 
 T = TypeVar("T")
@@ -26,7 +29,8 @@ T = TypeVar("T")
 class Pipe:
     """An authenticated connection. Raises OSError, EOFError, KvtierError; after any of them it is of no use."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, channel: Channel | None = None, pace: Pace | None = None) -> None:
+        """`channel`: TLS, whose handshake is the first thing to be done."""
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -37,35 +41,61 @@ class Pipe:
         self.incarnation = b""
         self.used: set[bytes] = set()
         """Caches that the asker has shown the secret of."""
+        self.pace = pace or Pace()
+        self.wire = 0
+        """Bytes of items, as they travelled, of the transfer that was last,"""
+        self.coding_s = 0.0
+        """and seconds for packing or unpacking them."""
+        self._channel = channel
         self._loop = asyncio.get_running_loop()
 
     # -- the first two frames -------------------------------------------------------------------------------------
 
-    async def knock(self, secrets: Secrets, *, sealed: bool | None = None) -> None:
-        """As the asker: agree on keys. `sealed` None: unless both ends are on loopback."""
-        self.sealed = not self.local if sealed is None else sealed
+    async def knock(self, terms: Terms, peer: str, *, sealed: bool | None = None) -> None:
+        """As the asker of that peer: agree on keys. `sealed` None: off loopback, without TLS."""
+        await self._shake()
+        self.sealed = not (self.local or self._channel) if sealed is None else sealed
         nonce = random.token_bytes(frames.NONCE_BYTES)
-        await self.send(frames.Knock(frames.VERSION, nonce, self.sealed))
+        await self.send(frames.Knock(frames.VERSION, nonce, self.sealed, terms.name))
         answer = await self.receive(frames.Challenge, frames.MAX_HELLO)
-        session = frames.Session(secrets.session(nonce, answer.nonce), asker=True)
+        key = terms.secrets.session((nonce, answer.nonce), (terms.name, peer))
+        session = frames.Session(key, asker=True)
         if not hmac.compare_digest(session.challenge(answer.incarnation), answer.proof):
-            raise KvtierError(Code.FORBIDDEN, "the peer does not have the fleet's key")
+            raise KvtierError(Code.FORBIDDEN, f"the peer does not have the fleet's key, or is not {peer}")
         self.session, self.incarnation = session, answer.incarnation
 
-    async def answer(self, secrets: Secrets, incarnation: bytes) -> None:
-        """As the answerer: agree on keys. The asker has shown nothing before its next frame is received."""
+    async def answer(self, terms: Terms, incarnation: bytes) -> str:
+        """As the answerer: agree on keys; who asks. It has shown nothing (but a certificate) before its next frame."""
+        await self._shake()
         knock = await self.receive(frames.Knock, frames.MAX_HELLO)
         if knock.version != frames.VERSION or len(knock.nonce) != frames.NONCE_BYTES:
             error = KvtierError(Code.VERSION, f"expected peer protocol version {frames.VERSION}, got {knock.version}")
             await self.send(frames.Refused(error.code.value, error.message))
             raise error
-        if not knock.sealed and not self.local:
-            raise KvtierError(Code.FORBIDDEN, "pages are sent off loopback only under a seal")
+        if self._channel is not None:
+            expect_name(self._channel, knock.name)
+        elif not knock.sealed and not self.local:
+            raise KvtierError(Code.FORBIDDEN, "pages are sent off loopback only under a seal or in TLS")
         self.sealed = knock.sealed
         nonce = random.token_bytes(frames.NONCE_BYTES)
-        session = frames.Session(secrets.session(knock.nonce, nonce), asker=False)
+        key = terms.secrets.session((knock.nonce, nonce), (knock.name, terms.name))
+        session = frames.Session(key, asker=False)
         await self.send(frames.Challenge(nonce, incarnation, session.challenge(incarnation)))
         self.session = session
+        return knock.name
+
+    async def _shake(self) -> None:
+        """The TLS handshake, where there is one."""
+        channel = self._channel
+        while channel is not None:
+            try:
+                over = channel.shake()
+            finally:  # a refusal is told to the other side
+                if raw := channel.pending():
+                    await self._loop.sock_sendall(self.sock, raw)
+            if over:
+                return
+            channel.arrived(await self._loop.sock_recv(self.sock, CHUNK))
 
     @property
     def local(self) -> bool:
@@ -75,10 +105,13 @@ class Pipe:
 
     # -- frames ---------------------------------------------------------------------------------------------------
 
-    async def send(self, message: frames.Message) -> None:
-        """Send one frame."""
-        raw = frames.encode(message) if self.session is None else self.session.close(message)
-        await self._loop.sock_sendall(self.sock, raw)
+    async def send(self, *messages: frames.Message) -> None:
+        """Send frames."""
+        close = frames.encode if self.session is None else self.session.close
+        await self._send(b"".join(map(close, messages)))
+
+    async def _send(self, raw: bytes) -> None:
+        await self._loop.sock_sendall(self.sock, raw if self._channel is None else self._channel.seal(raw))
 
     async def receive(self, kind: type[T], most: int = frames.MAX_BODY) -> T:
         """The next frame, which must be of that kind; raises the Refusal that came instead."""
@@ -88,9 +121,9 @@ class Pipe:
             return frames.expect(frames.decode(bytes(await self._exactly(size))), kind)
         return frames.expect(self.session.open(head, await self._exactly(size + frames.MAC_BYTES)), kind)
 
-    async def ask(self, message: frames.Message, kind: type[T]) -> T:
-        """One frame there and one back."""
-        await self.send(message)
+    async def ask(self, message: frames.Message, kind: type[T], *ahead: frames.Message) -> T:
+        """One frame there and one back; the answers to those that are sent ahead are for the caller to receive."""
+        await self.send(message, *ahead)
         return await self.receive(kind)
 
     async def _exactly(self, size: int) -> bytearray:
@@ -104,6 +137,10 @@ class Pipe:
 
     async def _some(self, view: memoryview) -> int:
         """Receive some bytes; raises EOFError."""
+        if self._channel is not None:
+            while not (got := self._channel.open(view)):
+                self._channel.arrived(await self._loop.sock_recv(self.sock, CHUNK))
+            return got
         try:
             got = self.sock.recv_into(view)
         except BlockingIOError:
@@ -123,8 +160,11 @@ class Pipe:
         assert session is not None
 
         def run() -> T:
-            with bulk.Line(self.sock, session, self.sealed, within_s) as line:
-                return work(line)
+            line = bulk.Line(self.sock, session, within_s, sealed=self.sealed, channel=self._channel, pace=self.pace)
+            with line:
+                result = work(line)
+            self.wire, self.coding_s = line.wire, line.coding_s
+            return result
 
         future = asyncio.ensure_future(self._loop.run_in_executor(pool, run))
         try:
@@ -140,22 +180,26 @@ class Pipe:
         """Send a frame and the items' bytes in order. Like `threaded`; what fits at once goes without a thread."""
         session = self.session
         assert session is not None
-        views = [memoryview(view) for place in places for view in place.views]
         head = session.close(load)
-        if self.sealed:
+        views = [memoryview(view) for place in places for view in place.views]
+        self.wire, self.coding_s = load.nbytes, 0.0
+        if self.sealed or self._channel or self.pace.out or load.packed:
             async with asyncio.timeout(within_s):
-                await self._loop.sock_sendall(self.sock, head)
+                await self._send(head)
         else:
             views = bulk.begin(self.sock, [memoryview(head), *views])
-        if views:
+        if load.packed:
+            await self.threaded(pool, lambda line: line.pour_packed(places), within_s)
+        elif views:
             await self.threaded(pool, lambda line: line.pour(views), within_s)
 
     async def fill(
-        self, pool: Executor, places: Sequence[Place], sums: Sequence[int], within_s: float
+        self, pool: Executor, load: frames.Load, places: Sequence[Place], within_s: float
     ) -> list[int | None]:
-        """Receive items into places. Like `threaded` and Line.fill; what is small comes without a thread."""
-        if self.sealed or sum(len(view) for place in places for view in place.views) > bulk.SMALL:
-            return await self.threaded(pool, lambda line: line.fill(places, sums), within_s)
+        """Receive the items that a frame announced. Like `threaded` and Line.fill; small ones come without a thread."""
+        sums = np.frombuffer(load.sums, "<u8").tolist()
+        if self.sealed or self._channel or self.pace.into or load.packed or load.nbytes > bulk.SMALL:
+            return await self.threaded(pool, lambda line: line.fill(places, sums, packed=load.packed), within_s)
         out: list[int | None] = [None] * len(places)
         try:
             async with asyncio.timeout(within_s):

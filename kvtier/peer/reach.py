@@ -11,7 +11,8 @@ from kvtier.identity import CacheSpec
 from kvtier.types import Kind
 
 FIRST_LOOK: Final = 64
-"""Pages that the first question is about; each further one is about four times as many."""
+"""Pages that the first question is about; each further one is about four times as many, up to MOST_LOOK."""
+MOST_LOOK: Final = 1024
 Item = tuple[int, int]
 Ask = Callable[[list[Item]], Awaitable[list[bool | None]]]
 """Which (group, page) items are there; None: it is not known."""
@@ -40,7 +41,7 @@ class Reach:
                 return None  # silence about the first page is no no
             for (g, at), there in zip(items, found, strict=True):
                 self._there[g][at] = bool(there)
-            begin, step = dict.fromkeys(groups, upto), step * 4
+            begin, step = dict.fromkeys(groups, upto), min(step * 4, MOST_LOOK)
             solid = min(self._run(g, have, upto) for g in anchors(spec))
             end = upto
             if solid < upto:

@@ -10,6 +10,7 @@ import asyncio
 import binascii
 import contextlib
 import logging
+import socket
 import ssl
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvtier.mover import drained
-from kvtier.peer.resp import Line, ReplyError, command
+from kvtier.peer.resp import Line, ReplyError, Where, command
 from kvtier.peer.shelf import Want
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ MAX_OPS: Final = 8
 """Requests under way to one server."""
 PING_S: Final = 1.0
 SLOTS: Final = 16384
+UNASKED: Final = "not asked yet"
 FAULTS: Final = (OSError, EOFError, TimeoutError, ReplyError, ValueError)
 """ValueError: what came is no reply."""
 
@@ -52,12 +54,13 @@ class Server:
     ) -> None:
         self.address = address
         self.up = False
-        self.why = "not asked yet"
+        self.why = UNASKED
         self.life = 0
         self._login = login
         self._pool = pool
         self._deadline_s = deadline_s
         self._counts = counts
+        self._where: Where | None = None
         self._idle: list[Line] = []
         self._room = asyncio.Semaphore(MAX_OPS)
 
@@ -101,6 +104,7 @@ class Server:
         except BaseException:
             one.close()
             raise
+        line.clear()  # from here on it is nobody's to cut
         self._idle.append(one)
         return result
 
@@ -114,7 +118,9 @@ class Server:
                     return one
                 self.life += 1  # it hung up: perhaps it was started again
                 one.close()
-        one = Line(self.address, until, self._login.tls)
+        if self._where is None:
+            raise OSError(f"{self.address[0]} is not known yet")
+        one = Line(self.address[0], self._where, until, self._login.tls)
         try:
             if self._login.password:
                 user = [self._login.user] if self._login.user else []
@@ -127,6 +133,9 @@ class Server:
     async def ping(self) -> None:
         """Ask whether it answers, which also is how it gets another chance."""
         try:
+            async with asyncio.timeout(self._deadline_s):  # here, because a look-up in a thread knows no deadline
+                found = await asyncio.get_running_loop().getaddrinfo(*self.address, type=socket.SOCK_STREAM)
+            self._where = Where(found[0][0], found[0][4])
             await self._threaded(lambda line: line.call(b"PING"), time.monotonic() + self._deadline_s)
         except FAULTS as exc:
             self.failed(exc)
@@ -137,10 +146,11 @@ class Server:
 
     def failed(self, exc: BaseException) -> None:
         """It did not do what was asked: ask nothing more until it answers a ping."""
+        if self.up or self.why == UNASKED:
+            _log.warning("the shared store at %s:%d is asked nothing until it answers: %r", *self.address, exc)
         if self.up:
             self._counts["peer_down"] += 1
             self.life += 1
-            _log.warning("the shared store at %s:%d is asked nothing until it answers: %r", *self.address, exc)
         self.up, self.why = False, f"{type(exc).__name__}: {exc}"
         self.hang_up()
 
@@ -285,7 +295,7 @@ class RedisShelf:
     async def peek(self, names: Sequence[str], most: int, until: float) -> list[bytes | None]:
         """See Shelf."""
         found = await self._ask([(b"GETRANGE", name.encode(), b"0", b"%d" % most) for name in names], names, until)
-        return [b"" if isinstance(one, bytes) and len(one) > most else one for one in found]
+        return [None if not isinstance(one, bytes) else one if len(one) <= most else b"" for one in found]
 
     async def _ask(self, commands: Sequence[tuple[bytes, ...]], names: Sequence[str], until: float) -> list[Any]:
         """Small commands about names; None where there is no answer."""
@@ -313,9 +323,13 @@ class RedisShelf:
         self.counts["peer_refused"] += done.count(False)
         return done
 
-    async def claim(self, name: str, value: bytes, until: float) -> None:
+    async def claim(self, names: Sequence[str], value: bytes, until: float) -> None:
         """See Shelf."""
-        await self._ask([(b"SET", name.encode(), value, b"NX")], [name], until)
+        await self._ask([(b"SET", name.encode(), value, b"NX") for name in names], names, until)
+
+    async def replace(self, names: Sequence[str], value: bytes, until: float) -> list[bool]:
+        """See Shelf."""
+        return [one == b"OK" for one in await self._ask([(b"SET", n.encode(), value) for n in names], names, until)]
 
     async def drop(self, names: Sequence[str], until: float) -> bool:
         """See Shelf."""
@@ -344,5 +358,10 @@ def _slots(line: Line) -> list[tuple[int, int, tuple[str, int]]]:
         if "cluster support disabled" in str(exc):
             return []
         raise
-    here = line.address[0].encode()
-    return [(int(row[0]), min(int(row[1]), SLOTS - 1), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows]
+    here = str(line.where.address[0]).encode()
+    try:
+        return [
+            (int(row[0]), min(int(row[1]), SLOTS - 1), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows
+        ]
+    except (TypeError, LookupError, AttributeError):
+        raise EOFError("no map of a Cluster") from None

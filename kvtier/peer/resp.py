@@ -11,7 +11,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvtier.peer.shelf import Want
 
@@ -19,9 +19,18 @@ BUFFER: Final = 16 << 10
 MAX_LINE: Final = 4096
 MAX_SMALL: Final = 1 << 20
 """The longest value that is not read into views."""
+MAX_DEPTH: Final = 8
+MAX_LIST: Final = 1 << 16
 VECTORS: Final = 256
 """Buffers that one call takes."""
 _TIMEVAL: Final = struct.Struct("@ll")
+
+
+class Where(NamedTuple):
+    """An address that nobody has to look up any more."""
+
+    family: int
+    address: Any
 
 
 class ReplyError(Exception):
@@ -31,21 +40,23 @@ class ReplyError(Exception):
 class Line:
     """A connection. Everything raises OSError, EOFError, TimeoutError; it is of no use after that."""
 
-    def __init__(self, address: tuple[str, int], until: float, tls: ssl.SSLContext | None) -> None:
-        """Connect by `until` (time.monotonic())."""
-        self.address = address
+    def __init__(self, host: str, where: Where, until: float, tls: ssl.SSLContext | None) -> None:
+        """Connect by `until` (time.monotonic()). `host` is the name that a certificate must have."""
+        self.where = where
         self.until = until
         self.cut = False
         self._tls = tls is not None
         self._buffer = bytearray(BUFFER)
         self._have = (0, 0)
         """Which bytes of the buffer came and were not read yet."""
-        self._sock = socket.create_connection(address, timeout=self._left())
+        self._sock = socket.socket(where.family, socket.SOCK_STREAM)
         try:
+            self._sock.settimeout(self._left())
+            self._sock.connect(where.address)
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if tls is not None:
-                self._sock = tls.wrap_socket(self._sock, server_hostname=address[0])
+                self._sock = tls.wrap_socket(self._sock, server_hostname=host)
             else:
                 self._sock.setblocking(True)
         except BaseException:
@@ -107,7 +118,7 @@ class Line:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def reply(self) -> Any:
+    def reply(self, depth: int = 0) -> Any:
         """Whatever comes next: bytes, int, None, a list of them. Raises ReplyError."""
         line = self._line()
         kind, rest = line[:1], line[1:]
@@ -116,7 +127,9 @@ class Line:
         if kind == b":":
             return int(rest)
         if kind == b"*":
-            return [self.reply() for _ in range(int(rest))]
+            if depth >= MAX_DEPTH or int(rest) > MAX_LIST:
+                raise EOFError("no reply of a Redis")
+            return [self.reply(depth + 1) for _ in range(int(rest))]
         size = self._size(line)
         if size < 0:
             return None

@@ -39,9 +39,12 @@ class Secrets:
     def __repr__(self) -> str:
         return f"Secrets({len(self._scopes)} scopes)"
 
-    def session(self, mine: bytes, theirs: bytes) -> bytes:
-        """The key of one connection, from the nonces of who asked and who answered."""
-        return derive(self._fleet, b"kvtier peer session v1", mine, theirs)
+    def session(self, nonces: tuple[bytes, bytes], names: tuple[str, str]) -> bytes:
+        """The key of one connection, from the nonces and the names of who asked and who answered.
+
+        The names keep a host that is asked from passing nonces and proofs on to another one, as if it were the asker.
+        """
+        return derive(self._fleet, b"kvtier peer session v2", *nonces, *(name.encode() for name in names))
 
     def key_id(self, scope: str) -> bytes:
         """Names the secret of a scope to peers without telling it."""
@@ -67,8 +70,11 @@ class Secrets:
         return Shared(spec, scope, derive(secret, b"kvtier cache v1", base_id(spec, "")))
 
 
-def read(path: Path) -> Secrets:
-    """The secrets of a file; raises KvtierError for one that others can read or that is no such file."""
+def read(path: Path, *, fleet: bool = True) -> Secrets:
+    """The secrets of a file; raises KvtierError for one that others can read or that is no such file.
+
+    `fleet`: there must be a fleet's key; where certificates say who is who there need be none.
+    """
     try:
         mode = path.stat().st_mode
         lines = path.read_text().splitlines()
@@ -88,7 +94,7 @@ def read(path: Path) -> Secrets:
         if len(secret) < MIN_SECRET or name in found or secret in found.values():
             raise bad(f"{path}:{number}", f"a new name and a new secret of at least {MIN_SECRET} bytes")
         found[name] = secret
-    if FLEET not in found:
+    if fleet and FLEET not in found:
         raise bad(str(path), f"a line `{FLEET} <hex>`")
-    fleet = found.pop(FLEET)
-    return Secrets(fleet, found)
+    key = found.pop(FLEET, b"certificates only")
+    return Secrets(key, found)

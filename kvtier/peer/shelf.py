@@ -1,6 +1,6 @@
 """What the peer tier asks of a store that the whole fleet shares (Redis, Mooncake), and how items lie in it.
 
-An item is a head of 48 bytes under a name that follows from the cache's id, its generation, the chain key and the
+An item is a head of 40 bytes under a name that follows from the cache's id, its generation, the chain key and the
 group; and its bytes in pieces of at most 2 MiB under names that also have the item's checksum. So two hosts that
 write different bytes for one page never mix, a head never names bytes of another writer, and an answer that belongs
 to another name is found out by the echo in the head and the checksum of the whole.
@@ -21,7 +21,9 @@ from kvtier.peer.base import Place, Shared
 PIECE: Final = 2 << 20
 """Bytes of one value; a Redis slows down to a third with values of 32 MiB."""
 GENERATION_BYTES: Final = 12
-HEAD: Final = struct.Struct("<4sBxxxIIQQ16s")
+GENERATION_TAGS: Final = ("generation-ea", "generation-fa", "generation-px")
+"""Three whose slots are in the middle of the thirds of a Redis Cluster."""
+HEAD: Final = struct.Struct("<4sBxxxQQ16s")
 MAGIC: Final = b"KVT1"
 
 
@@ -74,8 +76,11 @@ class Shelf(Protocol):
     async def write(self, wants: Sequence[Want], until: float) -> list[bool]:
         """Store values, whether each is stored."""
 
-    async def claim(self, name: str, value: bytes, until: float) -> None:
-        """Store a value that outlives others, unless there is one of that name."""
+    async def claim(self, names: Sequence[str], value: bytes, until: float) -> None:
+        """Store a small value that does not expire under those of the names that have none."""
+
+    async def replace(self, names: Sequence[str], value: bytes, until: float) -> list[bool]:
+        """Store such a value under names whatever is there; where it is stored now."""
 
     async def drop(self, names: Sequence[str], until: float) -> bool:
         """Remove values; whether they are gone now."""
@@ -91,23 +96,21 @@ class Head(NamedTuple):
     """The first thing that is read of an item."""
 
     group: int
-    piece: int
-    """Bytes of every piece but the last."""
     nbytes: int
     sum: int
     echo: bytes
 
     def pack(self) -> bytes:
         """As it is stored."""
-        return HEAD.pack(MAGIC, self.group, self.piece, 0, self.nbytes, self.sum, self.echo)
+        return HEAD.pack(MAGIC, self.group, self.nbytes, self.sum, self.echo)
 
 
 def head_of(raw: bytes) -> Head | None:
     """What is stored; None for bytes that are no head."""
     if len(raw) != HEAD.size:
         return None
-    magic, group, piece, zero, nbytes, value, echo = HEAD.unpack(raw)
-    return Head(group, piece, nbytes, value, echo) if magic == MAGIC and not zero and piece else None
+    magic, *rest = HEAD.unpack(raw)
+    return Head(*rest) if magic == MAGIC else None
 
 
 class Mark(NamedTuple):
@@ -127,9 +130,9 @@ def marks(shared: Shared, keys: bytes) -> Iterator[Mark]:
             chain = digest[:CHAIN_BYTES]
 
 
-def generation_name(shared: Shared) -> str:
+def generation_names(shared: Shared) -> list[str]:
     """Where the generation of a cache is kept."""
-    return f"kvt1:{_text(shared.id)}:{{generation}}"
+    return [f"kvt1:{_text(shared.id)}:{{{tag}}}" for tag in GENERATION_TAGS]
 
 
 def item_name(shared: Shared, generation: bytes, mark: Mark, group: int) -> str:
@@ -138,10 +141,10 @@ def item_name(shared: Shared, generation: bytes, mark: Mark, group: int) -> str:
 
 
 def pieces(name: str, head: Head, place: Place, state: Any = None) -> list[Want]:
-    """The values that an item's bytes are kept in."""
+    """The values that an item's bytes are kept in, all of PIECE bytes but the last."""
     out: list[Want] = []
     views: list[memoryview] = []
-    room = head.piece
+    room = PIECE
     for view in place.views:
         left = memoryview(view).cast("B")
         while left:
@@ -150,7 +153,7 @@ def pieces(name: str, head: Head, place: Place, state: Any = None) -> list[Want]
             room -= len(part)
             if not room:
                 out.append(Want(_piece_name(name, head, len(out)), views, state))
-                views, room = [], head.piece
+                views, room = [], PIECE
     if views:
         out.append(Want(_piece_name(name, head, len(out)), views, state))
     return out

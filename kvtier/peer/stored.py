@@ -5,18 +5,25 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.items import CHUNK_BYTES, chunk_pages, nbytes_of, picks_of
-from kvtier.peer.shelf import HEAD, PIECE, Head, Mark, Want, head_of, item_name, pieces
+from kvtier.peer.shelf import HEAD, Head, Mark, Want, head_of, item_name, pieces
 
 if TYPE_CHECKING:
     from kvtier.peer.depot import Depot
 
 _log = logging.getLogger("kvtier.peer")
+
+
+class Life(NamedTuple):
+    """Of a cache in the store: its generation, and how many purges there had been here when that was read."""
+
+    generation: bytes
+    ended: int
 
 
 class DepotSource:
@@ -26,7 +33,7 @@ class DepotSource:
         self,
         depot: Depot,
         shared: Shared,
-        generation: bytes,
+        life: Life,
         named: list[Mark],
         pages: int,
         heads: dict[tuple[int, int], bytes],
@@ -36,20 +43,19 @@ class DepotSource:
         self.pages = pages
         self._depot = depot
         self._shared = shared
-        self._generation = generation
+        self._life = life
         self._named = named
         self._read = heads
-        self._purges = depot.purges
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
         """See Source."""
         found = await self._fetch(places)
-        return found if self._purges == self._depot.purges else [None] * len(places)
+        return found if self._life.ended == self._depot.generations.ended else [None] * len(places)
 
     async def _fetch(self, places: Sequence[Place]) -> list[int | None]:
         """Read the heads, then the bytes; whatever is not what was stored is dropped in the store too."""
         depot, shelf = self._depot, self._depot.shelf
-        names = [item_name(self._shared, self._generation, self._named[p.page], p.group) for p in places]
+        names = [item_name(self._shared, self._life.generation, self._named[p.page], p.group) for p in places]
         heads = await self._heads(names, places)
         states = [xxhash.xxh3_64() for _ in places]
         wants: list[Want] = []
@@ -145,7 +151,7 @@ class DepotSink:
         bodies: list[Want] = []
         for place, value in zip(places, sums, strict=True):
             mark = self._named[place.page]
-            head = Head(place.group, PIECE, spec.groups[place.group].item_bytes, value, mark.echo)
+            head = Head(place.group, spec.groups[place.group].item_bytes, value, mark.echo)
             name = item_name(self._shared, self._generation, mark, place.group)
             heads.append(Want(name, [memoryview(head.pack())]))
             bodies += pieces(name, head, place)

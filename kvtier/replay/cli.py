@@ -6,7 +6,8 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -88,30 +89,41 @@ def _traced(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--policy", default=DEFAULT, show_default=True, help="Name, or path of a file.")
+@click.option(
+    "--policy",
+    "policies_",
+    multiple=True,
+    default=(DEFAULT,),
+    show_default=True,
+    help="Name, or path of a file; `all` for every one that ships. Repeat it.",
+)
 @click.option("--capacity", "capacities", multiple=True, help="As 5%, 1000, 64GiB; 1%+4% for host and disk. Repeat it.")
 @click.option("--no-bound", is_flag=True, help="Leave Belady's bound out.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, or a list where capacities are several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: an object, or a list where there are several.")
 @_traced
-def replay(files: tuple[Path, ...], as_json: bool, capacities: tuple[str, ...], **options: Any) -> None:
+def replay(
+    files: tuple[Path, ...], as_json: bool, capacities: tuple[str, ...], policies_: tuple[str, ...], **options: Any
+) -> None:
     """Replay a request trace through the real store, with tiny pages and a clock of its own.
 
     FILES: an npz trace (plain or .zst), Mooncake JSON lines, or LMCache lookup-hash JSON lines.
     Capacity is exact and nothing is evicted before it is full.
     """
     wanted = [part for text in capacities or ("1%,5%,10%,25%",) for part in text.split(",")]
+    names = [each.name for each in every()] if "all" in policies_ else list(policies_)
+    results = []
     try:
-        results = _replayed(files, wanted, options)
+        for result in _replayed(files, wanted, names, options):
+            results.append(result)
+            if not as_json:
+                _show(result)
     except KvtierError as exc:
         _fail(exc, as_json)
     if as_json:
-        click.echo(json.dumps(results if len(wanted) > 1 else results[0]))
-        return
-    for result in results:
-        _show(result)
+        click.echo(json.dumps(results if len(wanted) * len(names) > 1 else results[0]))
 
 
-def _replayed(files: tuple[Path, ...], wanted: list[str], options: Data) -> list[Data]:
+def _replayed(files: tuple[Path, ...], wanted: list[str], names: list[str], options: Data) -> Iterator[Data]:
     from kvtier.replay.bound import belady  # noqa: PLC0415 - keeps --help quick
     from kvtier.replay.drive import replay as drive  # noqa: PLC0415
     from kvtier.replay.trace import SESSIONS, Mix, read  # noqa: PLC0415
@@ -121,18 +133,21 @@ def _replayed(files: tuple[Path, ...], wanted: list[str], options: Data) -> list
     token_bytes = options["token_bytes"] or requests.token_bytes
     page_bytes = token_bytes * requests.block_tokens
     first = int(len(requests.leaf) * _share(options["warmup"]))
-    out = []
-    for each in [capacity(text, requests.blocks, page_bytes) for text in wanted]:
-        outcome = asyncio.run(drive(requests, options["policy"], each.pages, first))
-        data: Data = {
+    bounds: dict[int, float] = {}
+    for each, name in product([capacity(text, requests.blocks, page_bytes) for text in wanted], names):
+        outcome = asyncio.run(drive(requests, name, each.pages, first))
+        total = sum(each.pages)
+        if total not in bounds and not options["no_bound"]:
+            bounds[total] = belady(requests, total, first)
+        yield {
             "trace": requests.name,
-            "policy": options["policy"],
+            "policy": name,
             "capacity": each.text,
-            "capacity_pages": sum(each.pages),
+            "capacity_pages": total,
             "requests": outcome.requests,
             "tokens": outcome.asked_tokens,
             "hit_ratio": outcome.ratio,
-            "belady_hit_ratio": None if options["no_bound"] else belady(requests, sum(each.pages), first),
+            "belady_hit_ratio": bounds.get(total),
             "tiers": {
                 tier.name.lower(): {
                     "capacity_pages": pages,
@@ -145,8 +160,6 @@ def _replayed(files: tuple[Path, ...], wanted: list[str], options: Data) -> list
             "bytes_moved": sum(outcome.moved.values()) * (page_bytes or outcome.page_bytes),
             "page_bytes": page_bytes or outcome.page_bytes,
         }
-        out.append(data)
-    return out
 
 
 def _share(text: str) -> float:

@@ -14,6 +14,7 @@ import msgspec
 
 from kvtier import wire
 from kvtier.frames import Frame, Frames
+from kvtier.server.spans import Spans
 from kvtier.server.stats import Stats
 from kvtier.types import Code, KvtierError
 
@@ -56,6 +57,7 @@ class Shared:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.stats = Stats()
+        self.spans = Spans(0.0)
         self.connections: set[Connection] = set()
         self.arriving = 0
         """Accepted sockets on which no frames flow yet."""
@@ -96,6 +98,8 @@ class Connection(asyncio.Protocol):
         self._serve = serve
         self._closed = closed
         self._frames = Frames(shared.limits.max_body)
+        self.instance = ""
+        """Who asks, for people; empty for operators."""
         self.granted: OrderedDict[int, int] = OrderedDict()
         """Request -> the lease or reservation that its reply gave, of the latest requests."""
         self._counted = 0
@@ -197,17 +201,27 @@ class Connection(asyncio.Protocol):
     def _request(self, frame: Frame) -> None:
         """Serve one frame; whatever is wrong with it, the connection goes on."""
         start = time.perf_counter()
+        message: wire.Message | None = None
         try:
             message = wire.decode_request(frame.verb, frame.body)
             result = self._dispatch(frame, message)
         except Exception as exc:  # noqa: BLE001 - the loop must not die of one request
             self._refuse(frame.request, exc)
+            if message is not None:
+                self._note(message, exc, time.perf_counter() - start)
             return
         if isinstance(result, wire.Message):
             self._reply(frame.verb, frame.request, result)
-            self._shared.stats.took(frame.verb, time.perf_counter() - start)
+            took = time.perf_counter() - start
+            self._shared.stats.took(frame.verb, took)
+            self._note(message, result, took)
         elif result is not None:
-            self._start(frame.verb, frame.request, result, start)
+            self._start(frame, message, result, start)
+
+    def _note(self, asked: wire.Message, came: wire.Message | BaseException, seconds: float) -> None:
+        """Let a share of the requests be exported."""
+        if self._shared.spans.on:
+            self._shared.spans.note(self.instance, asked, came, seconds)
 
     def _dispatch(self, frame: Frame, message: wire.Message) -> Result | None:
         """The reply, something to await for it, or None where it comes later."""
@@ -224,24 +238,31 @@ class Connection(asyncio.Protocol):
             raise KvtierError(Code.BUSY, f"{len(self._tasks)} requests are in flight on this connection")
         return self._serve(message)
 
-    def _start(self, verb: int, request: int, result: Awaitable[wire.Message], start: float) -> None:
+    def _start(self, frame: Frame, message: wire.Message, result: Awaitable[wire.Message], start: float) -> None:
         """Reply when `result` is there."""
         task = asyncio.ensure_future(result)
-        self._tasks[request] = task
+        self._tasks[frame.request] = task
         self._shared.tasks.add(task)
-        task.add_done_callback(partial(self._finish, verb, request, start))
+        task.add_done_callback(partial(self._finish, frame.verb, frame.request, message, start))
 
-    def _finish(self, verb: int, request: int, start: float, task: asyncio.Future[wire.Message]) -> None:
+    def _finish(
+        self, verb: int, request: int, message: wire.Message, start: float, task: asyncio.Future[wire.Message]
+    ) -> None:
         """Send the reply of a request that was in flight."""
         del self._tasks[request]
-        self._shared.stats.took(verb, time.perf_counter() - start)
+        took = time.perf_counter() - start
+        self._shared.stats.took(verb, took)
         self._shared.tasks.discard(task)
+        came: wire.Message | BaseException
         if task.cancelled():
-            self._refuse(request, KvtierError(Code.CANCELLED, "cancelled; no byte of it moves any more"))
-        elif (exc := task.exception()) is not None:
-            self._refuse(request, exc)
+            came = KvtierError(Code.CANCELLED, "cancelled; no byte of it moves any more")
         else:
-            self._reply(verb, request, task.result())
+            came = task.exception() or task.result()
+        if isinstance(came, wire.Message):
+            self._reply(verb, request, came)
+        else:
+            self._refuse(request, came)
+        self._note(message, came, took)
         self._settle()
 
     def _cancel(self, frame: Frame, request: int) -> wire.Message | None:

@@ -9,13 +9,15 @@ import asyncio
 import logging
 import secrets as random
 import socket
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from kvtier.peer.direct import MIN_BYTES_S
+from kvtier.peer.fame import Fame
+from kvtier.peer.pace import Pace, pace
 from kvtier.peer.pipe import Pipe
-from kvtier.peer.secrets import Secrets
+from kvtier.peer.terms import Terms
 from kvtier.server.visit import Visit
 from kvtier.store import Store
 from kvtier.types import KvtierError
@@ -30,11 +32,12 @@ _log = logging.getLogger("kvtier.peer")
 class Home:
     """Listens for peers. Owned by the loop thread."""
 
-    def __init__(self, store: Store, secrets: Secrets, address: tuple[str, int], deadline_s: float) -> None:
-        """Raises OSError where the address cannot be had."""
+    def __init__(self, store: Store, terms: Terms, address: tuple[str, int], fame: Fame) -> None:
+        """Raises OSError where the address cannot be had. `fame`: the peer tier's."""
         self.store = store
-        self.secrets = secrets
-        self.deadline_s = deadline_s
+        self.terms = terms
+        self._paces: OrderedDict[str, Pace] = OrderedDict()
+        self.fame = fame
         self.incarnation = random.token_bytes(8)
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-home")
         family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -71,7 +74,8 @@ class Home:
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
-            visit = Visit(self, Pipe(sock))
+            certs = self.terms.certs
+            visit = Visit(self, Pipe(sock, channel=None if certs is None else certs.channel(server=True)))
             try:
                 await visit.run()
             finally:
@@ -90,9 +94,13 @@ class Home:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.pool.shutdown(wait=True)
 
-    def within(self, nbytes: int) -> float:
-        """Seconds that a transfer may take."""
-        return self.deadline_s + nbytes / MIN_BYTES_S
+    def pace(self, peer: str) -> Pace:
+        """How fast that peer may be served, over all its connections."""
+        found = self._paces.pop(peer, None) or pace(self.terms.rate)
+        self._paces[peer] = found
+        if len(self._paces) > MAX_CONNECTIONS:
+            self._paces.popitem(last=False)
+        return found
 
 
 def _closer(sock: socket.socket) -> Callable[[asyncio.Task[None]], None]:

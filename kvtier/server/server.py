@@ -18,6 +18,7 @@ from kvtier.handshake import FirstFrame, Peer, peer_of, receive_first, send_firs
 from kvtier.server.connection import Connection, Limits, Result, Shared, error_frame
 from kvtier.server.listener import Listener, PathLock
 from kvtier.server.sessions import Owner, Session, Sessions
+from kvtier.server.spans import Spans
 from kvtier.types import Code, KvtierError, bad
 
 ENGINE_MODE: Final = 0o660
@@ -78,6 +79,11 @@ class Server:
     def limit_connections(self, most: int) -> None:
         """Another bound on open connections; those beyond it stay."""
         self._limits = msgspec.structs.replace(self._limits, connections=most)
+
+    def keep_spans(self, share: float) -> Spans:
+        """From now on keep a share of the requests; where they can be taken."""
+        self._shared.spans = Spans(share)
+        return self._shared.spans
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nobody, refuse new work with `closing`, and wait for what is in flight, then cancel it."""
@@ -228,6 +234,7 @@ class Server:
 
         await sessions.end_earlier(peer, hello.unmapped)
         connection = Connection(self._shared, serve, closed)
+        connection.instance = hello.instance
         session, welcome, fds = sessions.join(hello, peer, connection)
         try:
             await send_first(sock, wire.frame(first.header.verb, first.header.request, welcome), fds)

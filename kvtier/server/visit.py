@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,7 +14,8 @@ import numpy as np
 from kvtier.identity import base_id, cache_id
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
-from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of
+from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, ranges
+from kvtier.peer.members import keys_of
 from kvtier.peer.pipe import Pipe
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import here, lend_keys, nodes_of
@@ -75,7 +77,7 @@ class Visit:
         """Serve until the peer goes."""
         home, pipe = self._home, self._pipe
         async with asyncio.timeout(KNOCK_S):
-            await pipe.answer(home.secrets, home.incarnation)
+            pipe.pace = home.pace(await pipe.answer(home.terms, home.incarnation))
             message = await pipe.receive(frames.Message, FIRST_BYTES)
         while True:
             try:
@@ -86,7 +88,7 @@ class Visit:
             except KvtierError as exc:
                 reply = frames.Refused(exc.code.value, exc.message)
             if reply is not None:
-                async with asyncio.timeout(home.deadline_s + 1.0):
+                async with asyncio.timeout(home.terms.deadline_s + 1.0):
                     await pipe.send(reply)
             async with asyncio.timeout(IDLE_S if self._taking is None else TAKE_S):
                 message = await pipe.receive(frames.Message)
@@ -103,7 +105,7 @@ class Visit:
     async def _use(self, msg: frames.Use) -> frames.Message:
         """Let the connection name a cache whose secret the peer has shown that it holds."""
         msg.spec.check()
-        secrets, session = self._home.secrets, self._pipe.session
+        secrets, session = self._home.terms.secrets, self._pipe.session
         scope = secrets.scope_of(msg.key_id)
         assert session is not None
         if scope is None:
@@ -151,9 +153,11 @@ class Visit:
         route = self._tokens(msg.cache, msg.keys)
         cache = self._cache(route.shared)
         pages = 0 if cache is None else cache.radix.match(msg.keys, self._parts.now()).pages
-        if pages:
-            self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
-        return frames.Found(pages)
+        if not pages:
+            return frames.Found(0)
+        self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
+        more = self._home.fame.more(keys_of(route.shared, self._route.keys)[0], time.monotonic())
+        return frames.Found(pages, more)
 
     async def _have(self, msg: frames.Have) -> frames.Message:
         """Which keys are here; remembers them."""
@@ -167,7 +171,7 @@ class Visit:
             return frames.Has(bytes(len(msg.keys) // route.shared.spec.stride))
         return frames.Has(bytes(here(cache, node, msg.group) for node in nodes_of(cache, route.group, route.keys)))
 
-    async def _fetch_keys(self, cache: Cache, route: Route, items: list[tuple[int, int]]) -> None:
+    async def _fetch_keys(self, cache: Cache, route: Route, items: list[tuple[int, int]], *, packed: bool) -> None:
         """Send keys that are here, by their positions."""
         found = nodes_of(cache, route.group, route.keys)
         wanted = [(at, node) for group, at in items if (node := found[at]) is not None and here(cache, node, group)]
@@ -179,12 +183,12 @@ class Visit:
             nbytes = nbytes_of(cache.spec, items)
             missing = [m for _, node in wanted for m in self._parts.loads.missing(cache, node, [(route.group, 0, 1)])]
             if missing:
-                until = asyncio.get_running_loop().time() + self._home.within(nbytes)
+                until = asyncio.get_running_loop().time() + self._home.terms.within(nbytes)
                 await self._parts.loads.bring(cache, missing, until)
             places, sums = lend_keys(cache, route.group, wanted)
             if not places:
                 raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
-            await self._pour(places, sums, echo(route.shared.id, route.keys), nbytes)
+            await self._pour(places, sums, echo(route.shared.id, route.keys), nbytes, packed=packed)
 
     async def _weigh(self, msg: frames.Weigh) -> frames.Message:
         """What a path would cost here."""
@@ -207,7 +211,7 @@ class Visit:
         if not items or (nbytes > CHUNK_BYTES and len({page for _, page in items}) > 1 and len(items) > 64):
             raise bad("picks", f"items of about {CHUNK_BYTES} bytes", nbytes)
         if cache.spec.keyed:
-            await self._fetch_keys(cache, route, items)
+            await self._fetch_keys(cache, route, items, packed=msg.packed)
             return None
         index = cache.radix
         found = index.match(route.keys, self._parts.now())
@@ -216,31 +220,34 @@ class Visit:
         node = index.ending_at(found.node, pages)
         index.use(node, self._parts.now())
         with self._parts.leased(cache, node):
-            await self._send(cache, node, items, nbytes)
+            if self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic()) and self._parts.peers:
+                self._parts.peers.pushes.offer(cache, node, pages)
+            await self._send(cache, node, items, nbytes, packed=msg.packed)
         return None
 
-    async def _send(self, cache: Cache, node: Any, items: list[tuple[int, int]], nbytes: int) -> None:
+    async def _send(self, cache: Cache, node: Any, items: list[tuple[int, int]], nbytes: int, *, packed: bool) -> None:
         """Bring a leased path's items to host and send them."""
         home, route = self._home, self._route
         assert route is not None
-        within = home.within(nbytes)
-        missing = self._parts.loads.missing(cache, node, _ranges(items))
+        within = home.terms.within(nbytes)
+        missing = self._parts.loads.missing(cache, node, ranges(items))
         if missing:
             await self._parts.loads.bring(cache, missing, asyncio.get_running_loop().time() + within)
         places, sums = ([], []) if node.dead else lend(cache, node, items)
         if not places:
             raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
-        await self._pour(places, sums, echo(route.shared.id, path_keys(cache, node)), nbytes)
+        await self._pour(places, sums, echo(route.shared.id, path_keys(cache, node)), nbytes, packed=packed)
 
-    async def _pour(self, places: list[Place], sums: list[int], name: bytes, nbytes: int) -> None:
+    async def _pour(self, places: list[Place], sums: list[int], name: bytes, nbytes: int, *, packed: bool) -> None:
         """Send items that are leased."""
         picks = picks_of((place.group, place.page) for place in places)
-        load = frames.Load(picks, np.array(sums, "<u8").tobytes(), nbytes, name)
+        load = frames.Load(picks, np.array(sums, "<u8").tobytes(), nbytes, name, packed)
         home = self._home
 
-        await self._pipe.pour(home.pool, load, places, home.within(nbytes))
+        await self._pipe.pour(home.pool, load, places, home.terms.within(nbytes))
         self._parts.counts["pages_served_peer"] += len({place.page for place in places})
-        self._parts.counts["bytes_host_to_peer"] += nbytes
+        self._parts.counts["bytes_host_to_peer"] += self._pipe.wire
+        self._parts.counts["peer_packed"] += packed
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -304,8 +311,7 @@ class Visit:
         if wrong or msg.echo != echo(route.shared.id, route.keys):
             raise EOFError("other pages came than were asked for")
         places = [Place(g, page, cache.views(g, slots[g, page][1])) for g, page in items]
-        sums = np.frombuffer(msg.sums, "<u8").tolist()
-        got = await self._pipe.fill(home.pool, places, sums, home.within(nbytes))
+        got = await self._pipe.fill(home.pool, msg, places, home.terms.within(nbytes))
         known = {(i[0], slots[i][0]): value for i, value in zip(items, got, strict=True) if value is not None}
         if len(known) < len(items):
             self._parts.counts["peer_checksum"] += len(items) - len(known)
@@ -321,12 +327,3 @@ class Visit:
             with contextlib.suppress(KvtierError):
                 self._guest.commit(self._home.store.commits, self._taking, {})
             self._taking = None
-
-
-def _ranges(items: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(group, first, count) that cover the items."""
-    out: dict[int, tuple[int, int]] = {}
-    for group, page in items:
-        lo, hi = out.get(group, (page, page))
-        out[group] = (min(lo, page), max(hi, page))
-    return [(group, lo, hi - lo + 1) for group, (lo, hi) in out.items()]

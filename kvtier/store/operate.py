@@ -136,6 +136,8 @@ class Operate:
             if self.parts.peers is not None:
                 await self.parts.peers.forget(cache)  # first, so that nothing comes back
             cut, doomed = await self._cut(cache, list((cache.index.root.children or {}).values()))
+            if self.parts.peers is not None:
+                await self.parts.peers.forget(cache)  # what was on its way there while it was cut
             pages, kept = pages + cut, kept + doomed
             await asyncio.sleep(0)  # caches may be many and small
         self.parts.prune()

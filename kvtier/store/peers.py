@@ -24,6 +24,7 @@ from kvtier.store.keyed import Keys
 from kvtier.store.keypeers import KeyPeers
 from kvtier.store.parts import Parts
 from kvtier.store.pushes import Pushes, shared_of
+from kvtier.store.repairs import Repairs
 from kvtier.store.reserve import Reservation
 from kvtier.store.tokens import Tokens
 from kvtier.types import KvtierError
@@ -31,6 +32,8 @@ from kvtier.types import KvtierError
 MAX_ASKING: Final = 256
 """Prompts for which peers are asked at a time; more are misses."""
 ROOM_MS: Final = 50
+TRIES: Final = 3
+"""So often peers are asked for a prompt whose pages did not come."""
 
 _log = logging.getLogger("kvtier.peers")
 
@@ -114,16 +117,18 @@ class Peers:
         self.keys = KeyPeers(tier, keys, commits, self._guest)
         self._asking: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self.pushes = Pushes(parts, tier, self.keys)
+        self.repairs = Repairs(parts, tier, self.pushes)
 
     def start(self) -> None:
         """Watch the peers and push in the background."""
         self.tier.start()
         self.pushes.start()
+        self.repairs.start()
 
     async def close(self) -> None:
         """Ask nobody and push nothing any more."""
         self.pushes.close()
-        tasks = [*self.pushes.tasks, *self._asking.values(), *self.keys.tasks]
+        tasks = [*self.repairs.tasks, *self.pushes.tasks, *self._asking.values(), *self.keys.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -166,34 +171,47 @@ class Peers:
         return task
 
     async def _bring(self, cache: Cache, shared: Shared, keys: bytes, have: int) -> None:
-        """Fetch what peers have of a path beyond page `have`, from one after another."""
-        with contextlib.ExitStack() as held:
-            held.enter_context(self.parts.leased(cache, cache.index.root))  # so that it is not forgotten meanwhile
+        """Fetch what peers have of a path beyond page `have`; where one fails, from those that are left."""
+        with self.parts.leased(cache, cache.index.root):  # so that it is not forgotten meanwhile
             try:
-                sources = await self.tier.find(shared, keys, have)
-                for source in sources:
-                    held.callback(source.close)
-                self.counts["peer_hits" if sources else "peer_misses"] += 1
-                for source in sources:
-                    have = await self._pull(cache, source, keys, have)
+                for _ in range(TRIES):
+                    have, failed = await self._from(cache, shared, keys, have)
+                    if not failed:
+                        return
             except KvtierError as exc:
                 _log.warning("peers' pages could not be taken: %s", exc)
             except Exception:  # noqa: BLE001 - one prompt's pages, not the others'
                 _log.exception("fetching from peers failed")
 
-    async def _pull(self, cache: Cache, source: Source, keys: bytes, have: int) -> int:
-        """Fetch from one peer, piece by piece, until it has no more or something did not come; returns pages here."""
+    async def _from(self, cache: Cache, shared: Shared, keys: bytes, have: int) -> tuple[int, bool]:
+        """Fetch from those that answer, one after another; pages that are here now, and whether one failed."""
+        failed = False
+        with contextlib.ExitStack() as held:
+            sources = await self.tier.find(shared, keys, have)
+            for source in sources:
+                held.callback(source.close)
+            self.counts["peer_hits" if sources else "peer_misses"] += 1
+            for source in sources:
+                have, broken = await self._pull(cache, source, keys, have)
+                failed |= broken
+        return have, failed
+
+    async def _pull(self, cache: Cache, source: Source, keys: bytes, have: int) -> tuple[int, bool]:
+        """Fetch from one peer, piece by piece, while it has more; pages that are here, and whether one did not come."""
         step = chunk_pages(cache.spec)
         while have < source.pages and not cache.retired:
             end = min(have + step, source.pages)
-            resume = end if end == source.pages else 0
-            if not await self._piece(cache, source, keys, (have, end, resume)):
-                break
+            whole = await self._piece(cache, source, keys, (have, end, end if end == source.pages else 0))
+            if not whole:
+                return have, whole is False
             have = end
-        return have
+        return have, False
 
-    async def _piece(self, cache: Cache, source: Source, keys: bytes, span: tuple[int, int, int]) -> bool:
-        """Fetch pages [start, end), and what resuming after `resume` pages needs besides; whether all came."""
+    async def _piece(self, cache: Cache, source: Source, keys: bytes, span: tuple[int, int, int]) -> bool | None:
+        """Fetch pages [start, end), and what resuming after `resume` pages needs besides; whether all came.
+
+        None: there is no room for them.
+        """
         start, end, resume = span
         index, stride = cache.radix, cache.index.stride
         spare: dict[int, list[int]] = {}
@@ -203,7 +221,7 @@ class Peers:
         start = min([start, *(pages[0] for pages in spare.values() if pages)])
         res = await self._guest.reserve(self._tokens, cache, keys[: end * stride], start, spare)
         if res is None:
-            return index.deepest(keys[: end * stride])[1] == end
+            return index.deepest(keys[: end * stride])[1] == end or None
         items = res.items(list(range(res.pages)))
         places = [Place(g, start + at, cache.views(g, handle)) for g, at, handle in items]
         sums: list[int | None] = [None] * len(places)
@@ -211,7 +229,7 @@ class Peers:
             sums = await source.fetch(places)
         finally:
             known = {(g, at): value for (g, at, _), value in zip(items, sums, strict=True) if value is not None}
-            whole = res.pages == end - start and len(known) == len(items)
+            whole = len(known) == len(items) and (res.pages == end - start or None)
             self._count(cache, known)
             self._guest.commit(self._commits, res, known)
         return whole

@@ -14,7 +14,7 @@ from typing import Final
 from kvtier import wire
 from kvtier.index import Node
 from kvtier.peer.base import PeerTier, Pick, Place, Shared, Sink
-from kvtier.peer.items import items_of, picks_of
+from kvtier.peer.items import items_of, picks_of, ranges
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import KeyPeers
 from kvtier.store.parts import Parts
@@ -27,6 +27,7 @@ MAX_QUEUED: Final = 4096
 """Nodes that wait to be pushed; more are not pushed."""
 PUSHERS: Final = 2
 TRIES: Final = 4
+LOAD_MS: Final = 5000
 RETRY_S: Final = 1.5
 """A peer that did not answer has been pinged again by then."""
 
@@ -148,7 +149,11 @@ class Pushes:
             for each in left:
                 self._again(cache, each, 1, tries)
 
-    async def _push(self, cache: Cache, node: Node, end: int) -> bool:
+    async def repair(self, cache: Cache, node: Node, end: int) -> bool:
+        """Give every home what it lacks of a path, from disk too; False where some home did not answer or failed."""
+        return await self._push(cache, node, end, disk=True)
+
+    async def _push(self, cache: Cache, node: Node, end: int, *, disk: bool = False) -> bool:
         """Give every home what it lacks of a path; False where some home did not answer or failed."""
         shared = shared_of(self.tier, cache)
         if shared is None or node.dead:
@@ -164,7 +169,7 @@ class Pushes:
                     whole = False
                     continue
                 with contextlib.closing(sink):
-                    whole = await self._feed(cache, node, sink, pages) and whole
+                    whole = await self._feed(cache, node, sink, pages, disk=disk) and whole
         return whole
 
     def _receivers(self, cache: Cache, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
@@ -175,11 +180,15 @@ class Pushes:
             found.setdefault(home, most)
         return list(found.items())
 
-    async def _feed(self, cache: Cache, node: Node, sink: Sink, pages: int) -> bool:
-        """Send what a home wants as long as host has it; False where the home failed."""
+    async def _feed(self, cache: Cache, node: Node, sink: Sink, pages: int, *, disk: bool) -> bool:
+        """Send what a home wants as long as host (or disk) has it; False where the home failed."""
         try:
             while sink.picks and not node.dead:
-                places, sums = lend(cache, node, items_of(cache.spec, sink.picks, pages))
+                items = items_of(cache.spec, sink.picks, pages)
+                missing = self.parts.loads.missing(cache, node, ranges(items)) if disk else []
+                if missing:
+                    await self.parts.loads.bring(cache, missing, self.parts.deadline(LOAD_MS))
+                places, sums = ([], []) if node.dead else lend(cache, node, items)
                 if not places:
                     self._counts["peer_push_dropped_gone"] += 1
                     return True

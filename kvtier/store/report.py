@@ -137,6 +137,7 @@ class Report:
                     "disk_pages": parts.persist.queued_pages,
                     "loads": len(parts.loads.moving),
                     "pushes": 0 if parts.peers is None else parts.peers.pushes.waiting,
+                    "repairs": 0 if parts.peers is None else int(parts.peers.repairs.walking),
                     "reservations_waiting": len(parts.waiting),
                 },
                 "eviction_batches": parts.persist.evictions.batches(),

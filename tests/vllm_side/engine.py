@@ -24,6 +24,8 @@ os.environ.update(
 class Engine:
     """One LLM; each public method is a thing that can be told."""
 
+    asked = 0
+
     def start(self, model: str, **options: Any) -> dict[str, Any]:
         """Build the engine."""
         from vllm import LLM
@@ -36,31 +38,61 @@ class Engine:
         return {}
 
     def clock(self) -> dict[str, Any]:
-        """From now on note how long the connector's own methods take."""
-        from kvtier.engines.vllm.connector import KvtierConnector
+        """From now on note how long the connector's own methods take: by the clock, and of this thread's processor."""
+        from importlib import import_module
 
-        self.inside = 0.0
-        for name, method in list(vars(KvtierConnector).items()):
+        transfer = self.llm.llm_engine.vllm_config.kv_transfer_config
+        ours = transfer.kv_connector_module_path
+        module = import_module(ours or "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
+        kind = getattr(module, transfer.kv_connector)
+        self.inside: dict[str, list[float]] = {}
+        for name, method in list(vars(kind).items()):
             if callable(method) and not name.startswith("_"):
-                setattr(KvtierConnector, name, self._clocked(method))
+                setattr(kind, name, self._clocked(name, method))
         return {}
 
-    def _clocked(self, method: Any) -> Any:
+    def _clocked(self, name: str, method: Any) -> Any:
+        spent = self.inside.setdefault(name, [0.0, 0.0])
+
         def clocked(*args: Any, **more: Any) -> Any:
-            began = time.perf_counter()
+            began, ran = time.perf_counter(), time.thread_time()
             try:
                 return method(*args, **more)
             finally:
-                self.inside += time.perf_counter() - began
+                spent[0] += time.perf_counter() - began
+                spent[1] += time.thread_time() - ran
 
         return functools.wraps(method)(clocked)
 
-    def first_token(self, prompt: list[int]) -> dict[str, Any]:
-        """How long a prompt's first token takes, how much of that was the connector's, and what was loaded."""
-        inside, began = getattr(self, "inside", 0.0), time.perf_counter()
-        cached = self.generate([prompt], tokens=1)[0]["cached"]
-        took = time.perf_counter() - began
-        return {"s": took, "inside_s": getattr(self, "inside", 0.0) - inside, "cached": cached}
+    def first_token(self, prompt: list[int], tokens: int = 2) -> dict[str, Any]:
+        """How long a prompt's first token takes, how much of that was the connector's, what was loaded, and all tokens.
+
+        The request goes on for `tokens` tokens, as any but a prefill-only one does.
+        """
+        from vllm import SamplingParams
+
+        engine, params = self.llm.llm_engine, SamplingParams(max_tokens=tokens, temperature=0, detokenize=False)
+        before = self._spent()
+        began, ran = time.perf_counter(), time.thread_time()
+        self.asked += 1
+        engine.add_request(f"first-{self.asked}", {"prompt_token_ids": prompt}, params)
+        found: dict[str, Any] = {}
+        while engine.has_unfinished_requests():
+            out = next(iter(engine.step()), None)
+            if out is not None and not found:
+                spent = {
+                    name: [now - then for now, then in zip(self._spent()[name], before[name], strict=True)]
+                    for name in before
+                }
+                wall, cpu = (sum(each[at] for each in spent.values()) for at in (0, 1))
+                found = {
+                    "s": time.perf_counter() - began, "cpu_s": time.thread_time() - ran, "inside_s": wall,
+                    "inside_cpu_s": cpu, "cached": out.num_cached_tokens, "parts": spent,
+                }  # fmt: skip
+        return found | {"tokens": list(out.outputs[0].token_ids)}
+
+    def _spent(self) -> dict[str, list[float]]:
+        return {name: list(spent) for name, spent in getattr(self, "inside", {}).items()}
 
     def generate(
         self, prompts: list[list[int]], tokens: int = 8, salts: list[str] | None = None, lora: str | None = None

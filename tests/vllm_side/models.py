@@ -30,6 +30,30 @@ def gemma() -> torch.nn.Module:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def lfm2() -> torch.nn.Module:
+    """Short convolutions between layers of full attention: a group of states and one of pages."""
+    blocks = {"block_dim": 128, "block_ff_dim": 192, "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.0}
+    config = transformers.Lfm2Config(
+        **COMMON, num_hidden_layers=4, num_key_value_heads=2, layer_types=["conv", FULL] * 2, conv_dim=128,
+        conv_dim_out=128, block_auto_adjust_ff_dim=False, **blocks,
+    )  # fmt: skip
+    return transformers.Lfm2ForCausalLM(config)
+
+
+def qwen3next() -> torch.nn.Module:
+    """Gated delta nets between layers of full attention; vLLM's CPU build runs them in bfloat16.
+
+    Its states are as large as those of grown models: four layers' take more than one slot of the daemon's, and vLLM's
+    blocks have 544 tokens, so that a page is no smaller.
+    """
+    config = transformers.Qwen3NextConfig(
+        **COMMON, num_hidden_layers=8, num_key_value_heads=4, head_dim=128, layer_types=["linear_attention", FULL] * 4,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        linear_num_key_heads=16, linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
+    )  # fmt: skip
+    return transformers.Qwen3NextForCausalLM(config)
+
+
 def adapter(folder: Path) -> None:
     """A LoRA of the Llama's: rank 4 on the queries and values of each layer."""
     from safetensors.torch import save_file
@@ -53,7 +77,7 @@ def main() -> None:
     if kind == "adapter":
         adapter(folder)
         return
-    model = {"llama": llama, "gemma": gemma}[kind]().eval()
+    model = {"llama": llama, "gemma": gemma, "lfm2": lfm2, "qwen3next": qwen3next}[kind]().eval()
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.ndim == 2:

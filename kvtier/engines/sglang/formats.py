@@ -20,6 +20,9 @@ from kvtier.identity import MAX_PAGE_BYTES, CacheSpec, GroupSpec
 from kvtier.types import Kind, bad
 
 KEY_BYTES: Final = 32
+MEDIA: Final = frozenset({
+    "audio_config", "audio_token_id", "image_token_id", "image_token_index", "video_token_id", "vision_config",
+})  # fmt: skip
 STATE_BYTES: Final = 4 << 20
 """A page from this size on is kept in several slots."""
 
@@ -28,6 +31,8 @@ def spec_of(config: Any, name: str, memory: Any) -> CacheSpec:
     """The keyed cache of one rank's pages of a pool; raises bad_request naming what about it cannot be shared."""
     if get_lora().enable_lora:
         raise bad("enable_lora", "off: page hashes do not say which weights an adapter has")
+    extra = dict(config.extra_config or {})
+    _refuse_media(str(extra.get("fingerprint", "")), str(extra.get("media", "")))
     sizes = page_sizes(name, memory)
     shape = ("layout", "head_num", "head_dim", "layer_num", "start_layer", "end_layer", "storage_format_tag")
     layout = {
@@ -39,7 +44,7 @@ def spec_of(config: Any, name: str, memory: Any) -> CacheSpec:
     model, kernel = get_model(), get_exec().kernel
     return CacheSpec(
         model=Path(config.model_name or model.model_path).name or "model",
-        fingerprint=fingerprint(dict(config.extra_config or {}).get("fingerprint", "")),
+        fingerprint=fingerprint(extra.get("fingerprint", "")),
         kv_dtype=f"{model.kv_cache_dtype}/{memory.dtype}".replace("torch.", ""),
         page_tokens=memory.page_size * getattr(memory, "dcp_size", 1),
         groups=(group_of(sum(sizes)),),
@@ -49,6 +54,19 @@ def spec_of(config: Any, name: str, memory: Any) -> CacheSpec:
         f"{kernel.attention_backend or ''}{kernel.decode_attention_backend or ''}",
         key_bytes=KEY_BYTES,
     )
+
+
+def _refuse_media(said: str, media: str) -> None:
+    """Raise bad_request for a model that takes images or sound: SGLang's page hashes know 30 bits of each.
+
+    Among some ten thousand images two are likely to be alike then. The operator may say that no request brings any.
+    """
+    if media == "never" or said not in {"", "sample", "exact"}:
+        return  # who names the fingerprint names what the pages are; there is no configuration on this host then
+    settings = config_of(local_weights(get_model().model_path, get_model().revision))
+    found = sorted(MEDIA & settings.keys())
+    if found:
+        raise bad("media", "never, if no request brings images or sound: page hashes know 30 bits of each", found)
 
 
 def page_sizes(name: str, memory: Any) -> list[int]:

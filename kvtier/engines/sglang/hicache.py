@@ -21,6 +21,7 @@ from kvtier.client import Client
 from kvtier.engines.sglang import reload
 from kvtier.engines.sglang.formats import engine_name, spec_of
 from kvtier.engines.sglang.pools import Pool
+from kvtier.identity import CacheSpec
 from kvtier.types import bad
 
 KV = str(PoolName.KV)
@@ -30,7 +31,8 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
     """Pages of HiCache's host pools under SGLang's own hashes, in caches that only equal engines share.
 
     Extra configuration beside what SGLang asks for: `socket` (default as for every client), `scope`, `verify` (always,
-    sample, never) and `fingerprint` (sample, exact, or the name of weights that are not on this host).
+    sample, never), `fingerprint` (sample, exact, or the name of weights that are not on this host) and `media` (never:
+    no request brings images or sound to a model that takes them).
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -48,6 +50,7 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
             verify=extra.get("verify", "always"),
         )
         self._pools: dict[str, Pool] = {}
+        self._specs: dict[str, CacheSpec] = {}
         self._lock = threading.Lock()
         reload.watch()
         self._seen = reload.count()
@@ -67,24 +70,27 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
     def _register(self, name: str, memory: Any) -> None:
         known = self._pools.get(name)
         if known is None or known.memory is not memory:
-            spec = spec_of(self._config, name, memory)
-            self._pools[name] = Pool(memory, self._client.open(self._after_changes(spec)))
+            self._specs[name] = spec_of(self._config, name, memory)
+            self._pools[name] = Pool(memory, self._client.open(self._after_changes(self._specs[name], self._seen)))
 
-    def _after_changes(self, spec: Any) -> Any:
+    def _after_changes(self, spec: CacheSpec, changes: int) -> CacheSpec:
         """The spec of KV that the weights of now have made: this engine's own, once they were changed in place."""
-        if not self._seen:
+        if not changes:
             return spec
-        revision = f"{spec.revision[:256]} changed {self._seen} times in {self._engine}"
+        revision = f"{spec.revision[:256]} changed {changes} times in {self._engine}"
         return msgspec.structs.replace(spec, revision=revision)
 
     def _pool(self, name: Any) -> Pool:
         """The pool of that name, in the cache of the weights of now."""
         with self._lock:
-            if self._seen != reload.count():
-                self._seen = reload.count()
+            changes = reload.count()
+            if self._seen != changes:
+                opened = {
+                    each: self._client.open(self._after_changes(self._specs[each], changes)) for each in self._pools
+                }
                 for each, pool in self._pools.items():
-                    spec = spec_of(self._config, each, pool.memory)
-                    pool.cache = self._client.open(self._after_changes(spec))
+                    pool.cache = opened[each]
+                self._seen = changes
         return self._pools[str(name)]
 
     # -- KV ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import logging
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,6 +19,10 @@ from kvtier.types import KvtierError, Presence
 
 LOAD_MS: Final = 3000
 STORE_MS: Final = 500
+BATCH: Final = 256
+BATCH_BYTES: Final = 64 << 20
+"""Of one request: what is held while pages come from disk must leave room for them."""
+QUICK_S: Final = 1e-4
 ABSENT: Final = frozenset({Presence.MISS, Presence.PENDING})
 
 _log = logging.getLogger("kvtier.sglang")
@@ -44,20 +51,27 @@ class Pool:
         good = 0
         try:
             pages = self._pages(indices, len(keys))
-            with self.cache.acquire_keys(0, names(keys), wait_ms=LOAD_MS) as lease:
-                while good < len(pages) and lease.read(0, good, pages[good]):
-                    good += 1
+            with quick_turns:
+                while good < len(pages) and (more := self._load(keys[self._part(good)], pages[self._part(good)])):
+                    good += more
         except KvtierError:
             _log.exception("loading pages")
         return [n < good for n in range(len(keys))]
+
+    def _load(self, keys: Sequence[str], pages: list[list[Data]]) -> int:
+        """Load as many leading pages as are there and may be held at once; how many."""
+        with self.cache.acquire_keys(0, names(keys), wait_ms=LOAD_MS) as lease:
+            read = (lease.read(0, number, pages[number]) for number in range(lease.pages))
+            return sum(1 for _ in itertools.takewhile(bool, read))
 
     def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
         """Copy pages out of the pool's memory; whether each is served then."""
         done = 0
         try:
             pages = self._pages(indices, len(keys))
-            while done < len(pages) and (more := self._store(keys[done:], pages[done:])):
-                done += more
+            with quick_turns:
+                while done < len(pages) and (more := self._store(keys[self._part(done)], pages[self._part(done)])):
+                    done += more
         except KvtierError:
             _log.exception("storing pages")
         return [n < done for n in range(len(keys))]
@@ -69,6 +83,10 @@ class Pool:
                 held.write(0, number, pages[number])
             return held.commit()
 
+    def _part(self, first: int) -> slice:
+        """Pages from one on, as many as one request takes."""
+        return slice(first, first + max(1, min(BATCH, BATCH_BYTES // self.cache.spec.groups[0].item_bytes)))
+
     def _pages(self, indices: Any, count: int) -> list[list[Data]]:
         """Each page's pieces of memory; none where the pool cannot say where just these pages lie."""
         if indices is None or not count or len(indices) != count * self.memory.page_size:
@@ -76,6 +94,34 @@ class Pool:
         pieces = pieces_of(self.memory, indices)
         each = len(pieces) // count
         return [pieces[at : at + each] for at in range(0, len(pieces), each)]
+
+
+class QuickTurns:
+    """While pages are copied, threads take turns sooner: beside a busy scheduler each copy waits for one.
+
+    At Python's 5 ms a batch of 128 pages of 128 KiB took 470 ms instead of 140.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, QUICK_S))
+            self._inside += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                sys.setswitchinterval(self._before)
+
+
+quick_turns = QuickTurns()
 
 
 def pieces_of(memory: Any, indices: Any) -> list[Data]:

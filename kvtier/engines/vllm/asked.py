@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.client import Lease, Path, Reservation
+from kvtier.engines.vllm.messages import Load
 from kvtier.types import Tier
 
 
@@ -26,6 +28,8 @@ class Asked:
     plan: tuple[int, int] = (0, 0)
     """Pages [first, end) that are being loaded."""
     reserving: Future[Reservation] | None = None
+    wants: list[tuple[int, list[int]]] = field(default_factory=list)
+    """(group, pages) of that reservation, for groups that do not keep every page."""
     saved: int = 0
     """Pages before this one are stored, or on their way."""
     loads: bool = True
@@ -35,6 +39,11 @@ class Asked:
     sources: dict[Tier, int] = field(default_factory=dict)
     """Pages of the match by tier."""
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the request will have steps after this one, unless it ends of itself."""
+        return bool(self.request.num_output_tokens + 1 < (self.request.max_tokens or 1))
+
 
 def tiers_of(path: Path) -> dict[Tier, int]:
     """Pages of a match by tier, root first."""
@@ -42,3 +51,10 @@ def tiers_of(path: Path) -> dict[Tier, int]:
     for segment in path.segments:
         out[Tier(segment.tier)] = out.get(Tier(segment.tier), 0) + segment.pages
     return out
+
+
+def given(output: Any, loads: Sequence[Load]) -> list[Sequence[int]]:
+    """Blocks that a step gives to requests or loads into, those that requests share with others among them."""
+    tables = [new.block_ids for new in output.scheduled_new_reqs]
+    tables += [rows for rows in output.scheduled_cached_reqs.new_block_ids if rows is not None]
+    return [row for table in (*tables, *(load.blocks for load in loads)) for row in table]

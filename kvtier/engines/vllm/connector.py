@@ -80,9 +80,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._rank.formats()
 
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
-        """Blocks are about to be overwritten."""
-        del kv_connector_metadata
-        self._rank.fence()
+        """A step begins, and blocks may be overwritten."""
+        if kv_connector_metadata.fence:
+            self._rank.fence()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load what this step computes with."""
@@ -96,7 +96,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Pages are saved whole after the forward pass."""
 
     def wait_for_save(self) -> None:
-        """Save the pages that this step has completed."""
+        """Begin to save the pages that this step has completed."""
         self._rank.save(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

@@ -34,7 +34,10 @@ def spec_of(vllm_config: Any, kv_cache_config: Any, backends: set[str], layout: 
     sizes = {group.kv_cache_spec.block_size for group in groups}
     if len(sizes) != 1:
         raise bad("kv_cache_config", "groups of one block size", sizes)
-    world = ranks_of(vllm_config, kv_cache_config)[1]
+    replicas, world = ranks_of(vllm_config, kv_cache_config)
+    states = states_of(groups)
+    if states and replicas > 1:
+        raise bad("tensor_parallel_size", "no more ranks than KV heads, for a model with recurrent state", replicas)
     return CacheSpec(
         model=model_name(vllm_config),
         fingerprint=model_fingerprint(vllm_config),
@@ -42,7 +45,7 @@ def spec_of(vllm_config: Any, kv_cache_config: Any, backends: set[str], layout: 
         page_tokens=sizes.pop(),
         groups=tuple(group_of(number, group, world) for number, group in enumerate(groups)),
         revision=str(vllm_config.model_config.revision or ""),
-        layout=layout,
+        layout=layout + states,
         backend=f"vllm {vllm_version} {'+'.join(sorted(backends))}",
         extras=True,
     )
@@ -58,10 +61,31 @@ def group_of(number: int, group: Any, shards: int) -> GroupSpec:
             kind, window = Kind.WINDOW, spec.sliding_window + getattr(spec, "extra_retained_tokens", 0)
         case "ChunkedLocalAttentionSpec":
             kind, window = Kind.WINDOW, spec.attention_chunk_size
+        case "MambaSpec" if _stops_at_blocks(spec):
+            return GroupSpec(Kind.STATE, len(group.layer_names), shards, spec.state_content_size_bytes)
         case name:
-            raise bad(f"kv_cache_groups[{number}]", "full, MLA, sliding-window or chunked attention", name)
+            known = "full, MLA, sliding-window or chunked attention, or state that is aligned to blocks"
+            raise bad(f"kv_cache_groups[{number}]", known, name)
     cell = spec.num_states * spec.state_content_size_bytes
     return GroupSpec(kind, len(group.layer_names), spec.num_heads * shards, cell, window)
+
+
+def _stops_at_blocks(spec: Any) -> bool:
+    """Whether a block that is complete holds the recurrent state at its end, and each rank a part of its own.
+
+    With drafts, a step may go over the end of a block without stopping there.
+    """
+    extra = spec.num_speculative_blocks + spec.num_prefill_checkpoint_blocks
+    return spec.mamba_cache_mode == "align" and not extra and not spec.tp_replicated
+
+
+def states_of(groups: Any) -> str:
+    """What tells the states of recurrent layers apart that have equally many bytes; empty where there are none."""
+    specs = [group.kv_cache_spec for group in groups if type(group.kv_cache_spec).__name__ == "MambaSpec"]
+    if not specs:
+        return ""
+    said = repr([(spec.shapes, spec.dtypes, str(spec.mamba_type)) for spec in specs])
+    return f" states {hashlib.sha256(said.encode()).hexdigest()[:32]}"
 
 
 def ranks_of(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:

@@ -54,6 +54,8 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
     changed: bool = False
     """The weights are not those that were read at start."""
     epoch: int = 0
+    fence: bool = False
+    """Blocks whose save may still run are given to something else: end all of them before this step."""
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     drops: tuple[bytes, ...] = ()

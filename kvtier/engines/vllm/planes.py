@@ -1,8 +1,9 @@
-"""vLLM's paged KV as pages of kvtier: one strided view per group, and a copy per page in each direction."""
+"""vLLM's paged KV as pages of kvtier: one strided view per group, and few copies for many pages in each direction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -19,8 +20,8 @@ NULL_BLOCK: Final = 0
 class Plane:
     """The KV of one group in this process: bytes by block, layer, head, kernel block, token and content.
 
-    Where the layers lie at equal distances in one allocation, as vLLM allocates them, a page is one copy, whatever
-    the physical order; else it is a copy per layer.
+    Where the layers lie at equal distances in one allocation, as vLLM allocates them, all layers are one copy, whatever
+    the physical order; else each is one.
     """
 
     def __init__(self, tensors: Sequence[Any], blocks: int, group: GroupSpec, part: Slice | None) -> None:
@@ -34,33 +35,39 @@ class Plane:
             raise bad("kv_caches", f"{shape} layers and heads of {group.cell_bytes} bytes", tuple(views[0].shape))
         if len({(view.shape, view.stride()) for view in views}) != 1:
             raise bad("kv_caches", "layers of one shape in a group", {tuple(view.shape) for view in views})
+        self.on_cpu = views[0].device.type == "cpu"
         self._whole = _together(views)
         self._views = views
 
-    def load(self, block: int, page: Bytes) -> None:
-        """Copy this process's cells of a whole page into a block."""
-        cells = self._cells(page)
-        if self._whole is not None:
-            self._whole[block].copy_(cells)
-            return
-        for view, cell in zip(self._views, cells, strict=True):
-            view[block].copy_(cell)
+    def load(self, blocks: Sequence[int], pages: Bytes) -> None:
+        """Copy this process's cells of whole pages, rows [blocks, item_bytes], into blocks."""
+        for here, there in self._pairs(blocks, pages):
+            here.copy_(there)
 
-    def save(self, block: int, page: Bytes) -> None:
-        """Copy a block into this process's cells of a whole page."""
-        cells = self._cells(page)
-        if self._whole is not None:
-            cells.copy_(self._whole[block])
-            return
-        for view, cell in zip(self._views, cells, strict=True):
-            cell.copy_(view[block])
+    def save(self, blocks: Sequence[int], pages: Bytes) -> None:
+        """Copy blocks into this process's cells of whole pages, rows [blocks, item_bytes]."""
+        for here, there in self._pairs(blocks, pages):
+            there.copy_(here)
 
-    def _cells(self, page: Bytes) -> Any:
-        """This process's cells of a page, in the shape of a block."""
+    def mine(self, page: Bytes) -> Bytes:
+        """This process's cells of a whole page, one after the other."""
         group, part = self.group, self.part
-        flat = torch.from_numpy(page).view(self._views[0].dtype)
-        cells = flat.view(group.layers, group.heads, *self._views[0].shape[2:])
-        return cells[part.l0 : part.l1, part.h0 : part.h1]
+        cells = page.reshape(group.layers, group.heads, group.cell_bytes)[part.l0 : part.l1, part.h0 : part.h1]
+        return np.ascontiguousarray(cells).reshape(-1)
+
+    def _pairs(self, blocks: Sequence[int], pages: Bytes) -> Iterator[tuple[Any, Any]]:
+        """Views of equal shape of blocks and of pages: blocks that follow each other are one copy."""
+        group, part = self.group, self.part
+        flat = torch.from_numpy(pages).view(self._views[0].dtype)
+        cells = flat.unflatten(1, (group.layers, group.heads, *self._views[0].shape[2:]))
+        cells = cells[:, part.l0 : part.l1, part.h0 : part.h1]
+        cuts = [at for at in range(1, len(blocks)) if blocks[at] != blocks[at - 1] + 1]
+        for lo, hi in pairwise([0, *cuts, len(blocks)]):
+            rows = slice(blocks[lo], blocks[lo] + hi - lo)
+            if self._whole is not None:
+                yield self._whole[rows], cells[lo:hi]
+            else:
+                yield from ((view[rows], cells[lo:hi, layer]) for layer, view in enumerate(self._views))
 
 
 def _bytes(tensor: Any, blocks: int) -> Any:

@@ -16,13 +16,13 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from kvtier.client import Cache, Client, Lease, Path, Reservation
-from kvtier.engines.vllm.asked import Asked, tiers_of
+from kvtier.engines.vllm.asked import Asked, given, tiers_of
 from kvtier.engines.vllm.formats import changed
 from kvtier.engines.vllm.keys import Keys
 from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
 from kvtier.engines.vllm.planes import NULL_BLOCK
 from kvtier.identity import CacheSpec
-from kvtier.types import KvtierError, Tier, bad
+from kvtier.types import Kind, KvtierError, Tier, bad
 
 STEP_S: Final = 0.003
 """What one step waits for the daemon, all requests together."""
@@ -60,6 +60,8 @@ class Scheduler:
         self._reservations: dict[int, tuple[Reservation, float]] = {}
         """What workers write, oldest first, and since when."""
         self._drops: list[bytes] = []
+        self._read: set[int] = set()
+        """Blocks that were to be saved since the last fence: workers may still be reading them."""
         self._heard: dict[int, int] = {}
         self._left_s = STEP_S
         self._cache: Cache | None = None
@@ -76,6 +78,8 @@ class Scheduler:
         self._size = spec.page_tokens
         self._item_bytes = sum(group.item_bytes for group in spec.groups)
         self._one_group = len(spec.groups) == 1
+        self._states = {number for number, group in enumerate(spec.groups) if group.kind is Kind.STATE}
+        """Groups that keep recurrent state: only blocks that a step has ended at hold any."""
         self._cache = self._client.open(spec)
 
     # -- lookups -------------------------------------------------------------------------------------------------
@@ -178,6 +182,7 @@ class Scheduler:
     def plan(self, output: Any) -> Plan:
         """What the workers do in this step."""
         loads, self._loads = tuple(self._loads), []
+        fence = self._reused(output, loads)
         self._left_s += TOKEN_S * output.total_num_scheduled_tokens
         saves = self._saves(output) if self._cache is not None else ()
         self._left_s = STEP_S
@@ -187,10 +192,25 @@ class Scheduler:
                 self._reservations.pop(number)
                 self._abort(held)
         drops, self._drops = tuple(self._drops), []
-        return Plan(self._changed, epoch, loads, saves, drops, dict(self._heard))
+        return Plan(self._changed, epoch, fence, loads, saves, drops, dict(self._heard))
+
+    def _reused(self, output: Any, loads: Sequence[Load]) -> bool:
+        """Whether blocks that may still be being saved are given to something else in this step.
+
+        vLLM does not say of every block that it moves a state to; there, all saves end before the next step.
+        """
+        if not self._read:
+            return False
+        if not self._states and all(self._read.isdisjoint(row) for row in given(output, loads)):
+            return False
+        self._read.clear()
+        return True
 
     def _saves(self, output: Any) -> tuple[Save, ...]:
-        """Pages that are complete after this step: reserve them all at once, then see which are granted in time."""
+        """Pages that are complete after this step: reserve them all at once, then see which are granted in time.
+
+        A request that goes on and keeps its blocks is saved with its next step: nobody waits.
+        """
         ends = self._ends(output)
         for name, end in ends.items():
             asked = self._asked[name]
@@ -200,7 +220,9 @@ class Scheduler:
         saves = []
         for name in ends:
             asked = self._asked[name]
-            held = None if asked.reserving is None else self._result(asked.reserving)
+            if asked.reserving is None or (self._one_group and asked.goes_on and not asked.reserving.done()):
+                continue
+            held = self._result(asked.reserving)
             if held is not None:
                 asked.reserving = None
                 save = self._save(asked, held, output.kv_connector_block_state.get_block_ids(name), ends[name])
@@ -230,12 +252,12 @@ class Scheduler:
             asked.saved = max(first, end)
             if first >= end:
                 return Reservation(path.cache, first, None)
-            wants = [
+            asked.wants = [
                 (group, [page for page in range(first, end) if row[page] != NULL_BLOCK])
                 for group, row in enumerate(table)
-                if NULL_BLOCK in row[first:end]
+                if group in self._states or NULL_BLOCK in row[first:end]
             ]
-            held = path.reserve(first, end - first, wants, wait_ms=RESERVE_MS)
+            held = path.reserve(first, end - first, asked.wants, wait_ms=RESERVE_MS)
             asked.saved = (
                 first + held.pages if held.pages else end
             )  # where nothing was granted, not before the next page
@@ -245,16 +267,20 @@ class Scheduler:
         """What the workers write; None where nothing was granted, or pages of it are not computed (any more).
 
         Where no worker was there when it was granted, as after a restart of the daemon's, the daemon takes the
-        scheduler for the writer: given up, which also makes the workers join, and asked for again.
+        scheduler for the writer: given up, which also makes the workers join, and asked for again. So it is where a
+        block that was there when it was asked for is not any more, as those of states soon are.
         """
         if not held.pages:
             return None
-        if held.writes or held.start + held.pages > end:
+        gone = any(table[group][page] == NULL_BLOCK for group, pages in asked.wants for page in pages)
+        if held.writes or gone or held.start + held.pages > end:
             asked.saved = held.start
             self._abort(held)
             return None
         self._reservations[held.number] = (held, time.monotonic())
         blocks = tuple(list(row[held.start : held.start + held.pages]) for row in table)
+        self._read.update(*blocks)
+        self._read.discard(NULL_BLOCK)
         self.counts["pages_reserved"] += held.pages
         return Save(held.number, held.share(), held.start, blocks)
 

@@ -34,6 +34,8 @@ from kvtier.types import Kind, bad
 THREADS: Final = 4
 KEY_BYTES: Final = 36
 """vLLM's offload keys: a block hash of 32 bytes and a group of 4."""
+STATES: Final = ("cache", "ssm_cache")
+"""Settings that choose the types of recurrent states."""
 BATCH: Final = 256
 """Keys in one request."""
 LOAD_MS: Final = 5000
@@ -200,6 +202,9 @@ def spec_of(config: Any, vllm_config: Any, row_bytes: int) -> CacheSpec:
         "chunk": [config.cache.blocks_per_chunk, config.cache.tokens_per_hash, config.worker_kv_bytes_per_block],
         "ranks": [config.parallel.tp_size, config.parallel.pp_size, config.parallel.pcp_size, config.parallel.dcp_size],
         "layout": [config.canonical_layout, config.replicated_layout, config.kv_cache_layout],
+        "states": [
+            str(getattr(vllm_config.cache_config, f"mamba_{kind}dtype", None)) for kind in ("cache_", "ssm_cache_")
+        ],
         "hash": vllm_config.cache_config.prefix_caching_hash_algo,
     }
     digest = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from kvtier.client import Cache, Client, Lease, Reservation
+from kvtier.client.layout import Bytes
 from kvtier.engines.vllm.formats import changed, ranks_of, slices_of, spec_of
 from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save
 from kvtier.engines.vllm.planes import NULL_BLOCK, Plane
@@ -30,7 +32,11 @@ class Worker:
         self._client = client
         self._configs = (vllm_config, kv_cache_config)
         self._pool = ThreadPoolExecutor(2, "kvtier")
-        self._commits: deque[Future[None]] = deque()
+        self._copier = ThreadPoolExecutor(1, "kvtier-save")
+        self._copies: list[Future[None]] = []
+        """Blocks are read until these are over."""
+        self._told: deque[tuple[str, int]] = deque()
+        """What threads have to tell: (counter, or served or dropped; number)."""
         self._pending: deque[Load] = deque()
         self._done = Done()
         self._received: set[str] = set()
@@ -84,10 +90,10 @@ class Worker:
                 self._done.failures[self._open[0]] = self._failures
 
     def save(self, plan: Plan) -> None:
-        """Copy this step's pages out and commit them.
+        """Have this step's pages copied out and committed.
 
         Nothing that was planned before the scheduler knew of a failed load: such a step has computed with KV that is
-        not there.
+        not there. No step waits for the copies, but one in which a block that they read is given to something else.
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
         for share in plan.drops:
@@ -96,12 +102,13 @@ class Worker:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
                 continue  # a replica of this rank writes it
-            if sound and isinstance(held, Reservation) and self._saved(save, held):
-                self._submit(lambda held=held: self._commit(held))
-                continue
-            self.counts["saves_dropped"] += 1
-            self._done.dropped.add(save.reservation)
-            self._drop(held)
+            if not sound or not isinstance(held, Reservation):
+                self._give_up(save, held)
+            elif not self._planes[0].on_cpu:
+                self._copy(save, held)  # in the order of the stream that computes
+            else:
+                self._copies = [copy for copy in self._copies if not copy.done()]
+                self._copies.append(self._copier.submit(self._copy, save, held))
 
     def between(self) -> None:
         """Go on with loads that no step waits for, for a few milliseconds."""
@@ -113,7 +120,9 @@ class Worker:
                 self._failed.add(load.request)
 
     def fence(self) -> None:
-        """Nothing reads or writes vLLM's blocks any more but what a coming step says: copies end in their step."""
+        """Return when nothing reads or writes vLLM's blocks any more but what a coming step says."""
+        copies, self._copies = self._copies, []
+        wait(copies)
 
     # -- what is told --------------------------------------------------------------------------------------------
 
@@ -131,6 +140,14 @@ class Worker:
     def take_done(self) -> Done | None:
         """What the scheduler's side waits for."""
         done, self._done = self._done, Done()
+        while self._told:
+            what, number = self._told.popleft()
+            if what == "served":
+                done.served.add(number)
+            elif what == "dropped":
+                done.dropped.add(number)
+            else:
+                self.counts[what] += number
         return done if done.leases or done.dropped or done.served or done.failures else None
 
     def take_counts(self) -> dict[str, int]:
@@ -140,6 +157,7 @@ class Worker:
 
     def close(self) -> None:
         """End what runs, and let go."""
+        self._copier.shutdown()
         self._pool.shutdown()
         self._client.close()
 
@@ -169,47 +187,71 @@ class Worker:
         plane = self._planes[group]
         for begin, end in stretches(row, NULL_BLOCK):
             at = begin
-            for pages in lease.views(group, first + begin, end - begin):
+            for pages in self._pages(lease, group, first + begin, end - begin):
                 pages.flags.writeable = True  # torch takes no other; it is only read
-                for page in pages:
-                    plane.load(row[at], page)
-                    at += 1
+                plane.load(row[at : at + len(pages)], pages)
+                at += len(pages)
             if at < end:
                 return False
             self.counts["pages_loaded"] += end - begin
         return not lease.lost
 
-    def _saved(self, save: Save, held: Reservation) -> bool:
-        """Whether this process's part of every page is in its slots."""
-        for group, row in enumerate(save.blocks):
-            for at, block in enumerate(row):
-                page = held.view(group, save.first + at)
-                if page is None:
-                    continue
-                if block == NULL_BLOCK:
-                    return False
-                self._planes[group].save(block, page)
-                self.counts["pages_saved"] += 1
+    def _pages(self, lease: Lease, group: int, first: int, count: int) -> Iterator[Bytes]:
+        """Rows of whole items: in place, or where one lies in several slots, copied together."""
+        if self._cache.groups[group].slots_per_item == 1:
+            yield from lease.views(group, first, count)
+            return
+        for page in range(first, first + count):
+            item = np.empty((1, self.spec.groups[group].item_bytes), np.uint8)
+            if not lease.read(group, page, item[0]):
+                return
+            yield item
+
+    def _copy(self, save: Save, held: Reservation) -> None:
+        """Copy a save out, and have it committed."""
+        if all(self._copy_group(held, group, save.first, row) for group, row in enumerate(save.blocks)):
+            self._pool.submit(self._commit, held)
+        else:
+            self._give_up(save, held)
+
+    def _copy_group(self, held: Reservation, group: int, first: int, row: Sequence[int]) -> bool:
+        """Whether this process's part of every page of a group is in its slots."""
+        plane = self._planes[group]
+        if self._cache.groups[group].slots_per_item > 1:
+            wanted = [at for at in range(len(row)) if held.wants(group, first + at)]
+            if any(row[at] == NULL_BLOCK for at in wanted):
+                return False
+            for at in wanted:
+                item = np.empty((1, self.spec.groups[group].item_bytes), np.uint8)
+                plane.save(row[at : at + 1], item)
+                held.write(group, first + at, plane.mine(item[0]))
+            self._told.append(("pages_saved", len(wanted)))
+            return not held.lost
+        for at, pages in held.views(group, first, len(row)):
+            blocks = row[at : at + len(pages)]
+            if NULL_BLOCK in blocks:
+                return False
+            plane.save(blocks, pages)
+            self._told.append(("pages_saved", len(pages)))
         return not held.lost
+
+    def _give_up(self, save: Save, held: Lease | Reservation | None) -> None:
+        """A save that will not be."""
+        self._told += [("saves_dropped", 1), ("dropped", save.reservation)]
+        self._drop(held)
 
     def _drop(self, held: Lease | Reservation | None) -> None:
         """Say that this process will not write into a reservation."""
         if isinstance(held, Reservation):
-            self._submit(held.abort)
+            self._pool.submit(held.abort)
 
     def _commit(self, held: Reservation) -> None:
         """Say that it is written; in a thread of its own, as the daemon sums it before it answers."""
         try:
             if held.commit() >= held.pages:
-                self._done.served.add(held.number)
+                self._told.append(("served", held.number))
         except KvtierError as exc:
             _log.warning("a commit was refused: %s", exc)
-
-    def _submit(self, work: Any) -> None:
-        """Run in a thread what waits for the daemon."""
-        while self._commits and self._commits[0].done():
-            self._commits.popleft()
-        self._commits.append(self._pool.submit(work))
 
 
 def blocks_of(table: Sequence[Sequence[int]], first: int, end: int) -> Blocks:

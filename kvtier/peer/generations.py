@@ -1,0 +1,92 @@
+"""Which life of a cache a shared store is in: a number in the names of all its pages, so that a purge is one write.
+
+It is kept under three names, which a Cluster of three has on three servers. Two of them must be known: then the highest
+is the latest, whatever one lost server had or was started without. Where there is none at all everybody begins a new
+one and all take the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets as random
+import time
+from typing import Final
+
+from kvtier.peer.base import Shared
+from kvtier.peer.shelf import GENERATION_BYTES, Shelf, generation_names
+
+BELIEVED_S: Final = 1.0
+"""So late others notice a purge."""
+QUORUM: Final = 2
+COUNT_BYTES: Final = 4
+
+_log = logging.getLogger("kvtier.peer")
+
+
+class Generations:
+    """Of every cache that this host uses. Owned by the loop thread."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self.ended = 0
+        """How often some cache was purged here: what was found before counts no more."""
+        self._shelf = shelf
+        self._known: dict[bytes, tuple[bytes, float, int]] = {}
+        """Per cache: its generation, until when that is believed, in which life of the shelf it was read."""
+        self._emptied: set[bytes] = set()
+        """Caches that were purged here, which the store does not know yet."""
+
+    async def of(self, shared: Shared, until: float) -> bytes | None:
+        """The cache's generation, begun where there is none; None where the store does not say."""
+        if shared.id in self._emptied and not await self._renew(shared, until):
+            return None
+        known = self._known.get(shared.id)
+        if known is not None and known[1] > time.monotonic() and known[2] == self._shelf.life:
+            return known[0]
+        ended, life = self.ended, self._shelf.life
+        found = await self._read(shared, until)
+        if found == b"":
+            await self._shelf.claim(generation_names(shared), _after(b""), until)
+            found = await self._read(shared, until)
+        if not found or ended != self.ended:
+            return None
+        if known is not None and known[0] != found:
+            self._shelf.counts["peer_restarts"] += 1
+            _log.warning("a cache was purged in the shared store, or lost there: what is known of it is forgotten")
+        self._known[shared.id] = found, time.monotonic() + BELIEVED_S, life
+        return found
+
+    async def _read(self, shared: Shared, until: float) -> bytes | None:
+        """The highest there is, which those names get that have none; b'': there is none; None: it is not known."""
+        names = generation_names(shared)
+        raw = await self._shelf.peek(names, GENERATION_BYTES, until)
+        said = [value for value in raw if value is not None]
+        if len(said) < QUORUM:
+            return None
+        best = max((value for value in said if len(value) == GENERATION_BYTES), default=b"")
+        if best and b"" in said:
+            await self._shelf.claim(names, best, until)
+        return best
+
+    async def end(self, shared: Shared) -> None:
+        """The cache was purged: a new generation begins, at the latest when the store answers again."""
+        self.ended += 1
+        self._emptied.add(shared.id)
+        await self._renew(shared, until=time.monotonic() + BELIEVED_S)
+
+    async def _renew(self, shared: Shared, until: float) -> bool:
+        """Begin another generation of a purged cache; False where the store does not do it now."""
+        self._known.pop(shared.id, None)
+        found = await self._read(shared, until)
+        if found is not None:
+            done = await self._shelf.replace(generation_names(shared), _after(found), until)
+            if done.count(True) >= QUORUM:
+                self._emptied.discard(shared.id)
+                return True
+        _log.warning("a purge waits for the shared store; until then nothing of that cache is taken from it")
+        return False
+
+
+def _after(generation: bytes) -> bytes:
+    """A higher one, which nobody else begins."""
+    count = int.from_bytes(generation[:COUNT_BYTES], "big") + 1
+    return count.to_bytes(COUNT_BYTES, "big") + random.token_bytes(GENERATION_BYTES - COUNT_BYTES)

@@ -1,0 +1,365 @@
+"""How peers talk: packed where the link is slow, no faster than they may, in TLS; and what a secret keeps apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from msgspec.structs import replace
+
+from engines import Engine, content, idle, spec, tokens
+from fleetkit import free_ports, write_secrets
+from kvtier import quant
+from kvtier.config import load
+from kvtier.identity import GroupSpec
+from kvtier.peer import frames, speed
+from kvtier.peer.base import Place, Shared
+from kvtier.peer.direct import Direct
+from kvtier.peer.fame import Fame
+from kvtier.peer.members import keys_of
+from kvtier.peer.pace import Bucket
+from kvtier.peer.pipe import Pipe
+from kvtier.peer.secrets import read
+from kvtier.peer.terms import Terms
+from kvtier.peer.tls import Certs
+from kvtier.server.home import Home
+from kvtier.store import Store
+from kvtier.types import Kind, KvtierError
+from liar import MUTE, Liar
+from storekit import storing, until
+
+PAGE = 64 << 10
+SPEC = spec((GroupSpec(Kind.FULL, 1, 1, PAGE),))
+PATH = tokens(*range(1, 10))
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+
+
+@contextlib.asynccontextmanager
+async def pair(near: Terms, far: Terms) -> AsyncIterator[tuple[Direct, Store]]:
+    """A tier `near`, and the store of its peer `far`, in this process."""
+    nodes = {name: ("127.0.0.1", port) for name, port in zip((near.name, far.name), free_ports(2), strict=True)}
+    async with storing(None) as store:
+        home = Home(store, far, nodes[far.name], Fame())
+        home.start()
+        tier = Direct(nodes, near)
+        tier.start()
+        try:
+            yield tier, store
+            await until(lambda: idle(store) == [])
+        finally:
+            await tier.close()
+            await home.close()
+
+
+def smooth(page: int) -> np.ndarray:
+    """A page of bf16 numbers around one, as KV has them: signs and exponents say little."""
+    rng = np.random.default_rng(page)
+    return (rng.normal(1.0, 0.1, PAGE // 2).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+async def give(tier: Direct, keys: bytes, pages: int) -> int:
+    """Push smooth pages of a path; how many are served there."""
+    places = [Place(0, at, [smooth(at)]) for at in range(pages)]
+    sink = await tier.offer("far", tier.shared(SPEC, "uid:0", 0), keys, ())
+    served = await sink.send(places, [xxhash.xxh3_64_intdigest(place.views[0]) for place in places])
+    sink.close()
+    return served
+
+
+async def take(tier: Direct, keys: bytes, pages: int) -> None:
+    """Fetch them, and find each bit exact."""
+    (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), keys, 0)
+    places = [Place(0, at, [np.zeros(PAGE, np.uint8)]) for at in range(pages)]
+    assert None not in await source.fetch(places)
+    source.close()
+    assert all(np.array_equal(place.views[0], smooth(place.page)) for place in places)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+async def test_on_a_slow_link_pages_travel_packed_and_arrive_bit_exact(tmp_path: Path, monkeypatch, sealed) -> None:
+    """After a transfer at 8 MiB/s the next are packed, both ways, under a seal too; each page is what was stored."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    if sealed:
+        monkeypatch.setattr(Pipe, "local", property(lambda _: False))
+    async with pair(Terms("near", secrets, 5.0, rate=8 << 20), Terms("far", secrets, 5.0, rate=8 << 20)) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        raw = tokens(50, 51, 52, 53, 54)
+        assert await give(tier, raw, 5) == 5
+        await take(tier, raw, 5)
+        counts, before = far.parts.counts, 5 * PAGE
+        await until(lambda: counts["bytes_host_to_peer"] == before)
+        assert counts["peer_packed"] == 0, "nothing was known of the link"
+        assert await give(tier, PATH, 9) == 9
+        await take(tier, PATH, 9)
+        await until(lambda: counts["peer_packed"] == 1)
+        assert 0 < counts["bytes_host_to_peer"] - before < 0.85 * 9 * PAGE
+        assert counts["peer_checksum"] == tier.counts["peer_checksum"] == 0
+
+
+async def test_a_packed_page_that_is_damaged_or_too_large_is_not_served(tmp_path: Path) -> None:
+    """Noise as a frame, a frame of another size, and a length beyond the page's: none is served, nothing leaks."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        for wrong in (b"\x10\0\0\0" + b"\x55" * 16, b"\x08\0\0\0\xff\xff\xff\x7f\0\0\0\0", b"\xff\xff\xff\xff"):
+            sink = await tier.offer("far", tier.shared(SPEC, "uid:0", 0), PATH, ())
+            pipe = sink._pipe
+            sums = np.array([xxhash.xxh3_64_intdigest(smooth(0))], "<u8").tobytes()
+            pick = (frames.Pick(0, np.array([0], "<i4").tobytes()),)
+            await pipe.send(frames.Load(pick, sums, PAGE, sink._echo, packed=True))
+            await asyncio.get_running_loop().sock_sendall(pipe.sock, wrong)
+            with contextlib.suppress(OSError, EOFError, KvtierError):
+                assert (await pipe.receive(frames.Stored)).pages == 0
+            sink.close()
+            await until(lambda: idle(far) == [])
+        engine = Engine(far)
+        await engine.open(SPEC)
+        assert await engine.get(PATH) == 0
+        engine.leave()
+
+
+async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(tmp_path: Path) -> None:
+    """KV8: a little more than half the bytes, bit exact; its pages and the exact ones never answer for each other."""
+    page_tokens, dim = 16, 64
+    exact = replace(SPEC, page_tokens=page_tokens, groups=(GroupSpec(Kind.FULL, 1, 1, page_tokens * 2 * dim * 2),))
+    size = quant.cell(quant.codec("int8"), page_tokens, (dim, dim)).bytes
+    small = replace(exact, codec="int8", groups=(GroupSpec(Kind.FULL, 1, 1, size),))
+    assert size < 0.6 * exact.groups[0].item_bytes
+    keys = (bytes(range(251)) * 99)[: 4 * exact.stride]
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        for cache, other in ((small, exact), (exact, small)):
+            path = keys if cache is small else keys[::-1]
+            engine = Engine(far)
+            await engine.open(cache)
+            assert await engine.put(path) == 4
+            engine.leave()
+            assert await tier.find(tier.shared(other, "uid:0", 0), path, 0) == []
+            (source,) = await tier.find(tier.shared(cache, "uid:0", 0), path, 0)
+            places = [Place(0, at, [np.zeros(cache.groups[0].item_bytes, np.uint8)]) for at in range(4)]
+            assert None not in await source.fetch(places)
+            source.close()
+            for place in places:
+                begin = path[: (place.page + 1) * cache.stride]
+                assert np.array_equal(place.views[0], content(begin, 0, cache.groups[0].item_bytes))
+
+
+async def test_a_home_that_says_nothing_holds_up_no_other_one(tmp_path: Path) -> None:
+    """Where the home that is asked first is mute, another one is asked before the deadline, and serves."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    ports = dict(zip(("near", "far", "z"), free_ports(3), strict=True))
+    nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
+    async with storing(None) as store:
+        home = Home(store, Terms("far", secrets, 30.0), nodes["far"], Fame())
+        home.start()
+        tier = Direct(nodes, Terms("near", secrets, 30.0), replicas=3)
+        tier.start()
+        shared = tier.shared(SPEC, "uid:0", 0)
+        paths = [tokens(n, n + 1) for n in range(1, 99)]
+        path = next(p for p in paths if _first(tier, shared, p) == "z")
+        try:
+            with Liar(secrets, ports["z"], MUTE):
+                await until(lambda: all(row["up"] for row in tier.status()))
+                assert await give(tier, path, 2) == 2
+                (source,) = await tier.find(shared, path, 0)
+                assert (source.node, source.pages) == ("far", 2)
+                source.close()
+                assert tier.counts["peer_asked"] == 2
+                assert all(row["up"] for row in tier.status()), "nobody has failed: the deadline is not over"
+                await tier.close()
+        finally:
+            await home.close()
+
+
+def _first(tier: Direct, shared: Shared, path: bytes) -> str:
+    """The peer that is asked first."""
+    return next(name for name in tier._members.turn(keys_of(shared, path)[0]) if name != "near")
+
+
+def test_packing_is_chosen_by_the_links_speed() -> None:
+    """Slower than the codec: packed, but for one transfer in so many; faster, or where nothing shrinks: as it is."""
+    packing, slow, fast = speed.Packing(), speed.Link(), speed.Link()
+    assert not packing.pays(slow, b"c", 8)
+    slow.note(1 << 20, (1 << 20) / 20e6)
+    fast.note(1 << 20, (1 << 20) / 2e9)
+    fast.note(100, 10.0)  # says nothing of a link
+    assert [packing.pays(slow, b"c", 8) for _ in range(speed.AGAIN * 2)].count(False) == 2
+    assert not any(packing.pays(fast, b"c", 8) for _ in range(speed.AGAIN))
+    for _ in range(20):
+        packing.packed(b"noise", 1 << 20, 1 << 20, 1e-3)
+    assert not any(packing.pays(slow, b"noise", 8) for _ in range(speed.AGAIN))
+
+
+def test_a_bucket_lets_no_more_through_than_its_rate() -> None:
+    """The waits of any takes add up to the bytes before each at that rate."""
+    bucket, rate = Bucket(1 << 20), 1 << 20
+    waits = [bucket.take(1 << 18) for _ in range(9)]
+    assert waits[0] == 0.0
+    assert waits == sorted(waits)
+    assert 1.5 < waits[-1] <= 8 * (1 << 18) / rate
+
+
+async def test_what_a_peer_gets_and_gives_is_held_to_the_rate(tmp_path: Path) -> None:
+    """Pages of 576 KiB at 8 MiB/s take at least the time that the rate says, each way."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    loop = asyncio.get_running_loop()
+    for near, far in ((8 << 20, 0), (0, 8 << 20)):
+        async with pair(Terms("near", secrets, 5.0, rate=near), Terms("far", secrets, 5.0, rate=far)) as (tier, _):
+            await until(lambda tier=tier: tier.status()[0]["up"])
+            begin = loop.time()
+            assert await give(tier, PATH, 9) == 9
+            await take(tier, PATH, 9)
+            assert loop.time() - begin > 2 * 0.9 * 8 * PAGE / (8 << 20)
+
+
+# -- TLS -------------------------------------------------------------------------------------------------------------
+
+
+def openssl(*words: str) -> None:
+    """One command."""
+    subprocess.run(["openssl", *words], check=True, capture_output=True)
+
+
+def authority(home: Path, name: str = "ca") -> Path:
+    """A CA; its files are name.pem and name.key."""
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(home / f"{name}.key")]
+    openssl("req", "-x509", "-days", "2", "-subj", "/CN=ca", "-out", str(home / f"{name}.pem"), *key)
+    return home / f"{name}.pem"
+
+
+def certificate(home: Path, name: str, ca: Path, host: str = "") -> Certs:
+    """A certificate made out to `host` (else its name), and its key, signed by that CA."""
+    key, ask, cert, names = (home / f"{name}.{end}" for end in ("key", "csr", "crt", "ext"))
+    names.write_text(f"subjectAltName=DNS:{host or name}\n")
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl("req", "-new", "-subj", f"/CN={name}", *curve, "-keyout", str(key), "-out", str(ask))
+    signer = ["-CA", str(ca), "-CAkey", str(ca.with_suffix(".key")), "-CAcreateserial"]
+    openssl("x509", "-req", "-days", "2", "-in", str(ask), *signer, "-extfile", str(names), "-out", str(cert))
+    return Certs(cert, key, ca)
+
+
+@needs_openssl
+async def test_pages_travel_in_tls_without_a_fleets_key(tmp_path: Path, monkeypatch) -> None:
+    """With certificates on both ends pages come and go bit exact, off loopback too."""
+    path = write_secrets(tmp_path / "secrets", ["uid:0"])
+    path.write_text(path.read_text().replace("fleet", "# fleet"))
+    secrets = read(path, fleet=False)
+    ca = authority(tmp_path)
+    near, far = (Terms(name, secrets, 5.0, certificate(tmp_path, name, ca)) for name in ("near", "far"))
+    monkeypatch.setattr(Pipe, "local", property(lambda _: False))
+    async with pair(near, far) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        await take(tier, PATH, 9)
+
+
+def met(near: Certs, far: Certs) -> bool:
+    """Whether two ends come to terms, in memory."""
+    ends = near.channel(server=False, name="far"), far.channel(server=True)
+    over = [False, False]
+    try:
+        for turn in range(6):
+            mine, other = ends[turn % 2], ends[1 - turn % 2]
+            over[turn % 2] = over[turn % 2] or mine.shake()
+            if raw := mine.pending():
+                other.arrived(raw)
+    except ssl.SSLError:
+        return False
+    return all(over) and ends[1].names() == {"near"}
+
+
+@needs_openssl
+def test_certificates_are_read_again_when_they_change(tmp_path: Path) -> None:
+    """A certificate of another CA in its place is refused from the next connection on; half a file changes nothing."""
+    ca, other = authority(tmp_path), authority(tmp_path, "other")
+    near, far = certificate(tmp_path, "near", ca), certificate(tmp_path, "far", ca)
+    assert met(near, far)
+    (tmp_path / "near.crt").write_text("half")
+    assert met(near, far)
+    certificate(tmp_path, "near", other)
+    assert not met(near, far)
+    certificate(tmp_path, "near", ca)
+    assert met(near, far)
+
+
+@needs_openssl
+async def test_a_wrong_certificate_or_none_gets_nothing(tmp_path: Path) -> None:
+    """Another CA's, one made out to another name on either end, and a peer without TLS: none is ever up."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    ca, other = authority(tmp_path), authority(tmp_path, "other")
+    good = {name: certificate(tmp_path, name, ca) for name in ("near", "far")}
+    wrong = [
+        (certificate(tmp_path, "stranger", other, "near"), good["far"]),
+        (certificate(tmp_path, "false-near", ca, "far"), good["far"]),
+        (good["near"], certificate(tmp_path, "false-far", ca, "near")),
+        (None, good["far"]),
+        (good["near"], None),
+    ]
+    for mine, theirs in wrong:
+        async with pair(Terms("near", secrets, 1.0, mine), Terms("far", secrets, 1.0, theirs)) as (tier, _):
+            await until(lambda tier=tier: tier.status()[0]["why"] not in {"", "not asked yet"})
+            assert not tier.answers()
+
+
+async def test_a_peer_cannot_pass_on_what_another_one_shows_it(tmp_path: Path) -> None:
+    """A host that is asked as `c` and passes nonces and proof on to `b`, as if it were the asker, is found out."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    asker = secrets.session((b"n" * 16, b"m" * 16), ("a", "c"))
+    relayed = secrets.session((b"n" * 16, b"m" * 16), ("a", "b"))
+    shared = secrets.shared(SPEC, "uid:0", 0)
+    shown = secrets.proof("uid:0", frames.Session(asker, asker=True).id, shared.id)
+    assert shown != secrets.proof("uid:0", frames.Session(relayed, asker=False).id, shared.id)
+    (port,) = free_ports(1)
+    async with storing(None) as store:
+        home = Home(store, Terms("b", secrets, 1.0), ("127.0.0.1", port), Fame())
+        home.start()
+        try:
+            pipe = Pipe(socket.create_connection(("127.0.0.1", port)))
+            with pytest.raises(KvtierError, match="not c"):
+                await pipe.knock(Terms("a", secrets), "c")
+            pipe.close()
+        finally:
+            await home.close()
+
+
+async def test_no_secret_is_logged_or_told(tmp_path: Path, caplog) -> None:
+    """At the lowest level, with transfers and refusals of every kind: no key, in hex or as bytes, in logs or errors."""
+    caplog.set_level("DEBUG")
+    mine = read(write_secrets(tmp_path / "mine", ["uid:0"]))
+    told = [repr(mine)]
+    for theirs in (
+        mine,
+        read(write_secrets(tmp_path / "fleet", ["uid:0"], fleet="55" * 32)),
+        read(write_secrets(tmp_path / "scope", ["uid:0"], secret="66" * 32)),
+    ):
+        near = Terms("near", mine, 1.0)
+        async with pair(near, Terms("far", theirs, 1.0)) as (tier, _):
+            await until(lambda tier=tier: tier.status()[0]["why"] != "not asked yet")
+            sink = await tier.offer("far", tier.shared(SPEC, "uid:0", 0), PATH, ())
+            assert (sink is None) == (theirs is not mine)
+            if sink is not None:
+                sink.close()
+            told += [repr(tier.status()), repr(near), repr(dict(tier.counts))]
+    told.append(caplog.text)
+    for secret in ("11" * 32, "22" * 32, "55" * 32, "66" * 32):
+        shown = {secret, repr(bytes.fromhex(secret))[2:-1]}
+        assert not any(each in text for each in shown for text in told)
+
+
+def test_certificates_come_all_three_or_none_and_a_rate_that_serves() -> None:
+    """A lone certificate and a rate of a few bytes a second are refused by name."""
+    base = {"peers.nodes": "a=10.0.0.1:9478,b=10.0.0.2:9478", "peers.name": "a", "peers.secrets": "x"}
+    for more, field in (({"peers.tls_cert": "x"}, "peers.tls_cert"), ({"peers.rate": "1000"}, "peers.rate")):
+        with pytest.raises(KvtierError) as refused:
+            load(None, env={}, flags=base | more)
+        assert refused.value.field == field

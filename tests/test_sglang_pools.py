@@ -1,0 +1,96 @@
+"""Pages of HiCache's host pools on a daemon, without SGLang: a pool here is memory that says where its pages lie."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from kvtier.client import Client
+from kvtier.demo.daemon import Daemon
+from kvtier.engines.sglang.pools import Pool, names, quick_turns
+from kvtier.identity import CacheSpec, GroupSpec
+from kvtier.types import Kind
+
+PAGE = 16
+HALF = 512 << 10
+
+
+class Memory:
+    """K and V of each page apart, as in most of HiCache's layouts."""
+
+    page_size = PAGE
+
+    def __init__(self, pages: int) -> None:
+        self.data = np.zeros((2, pages, HALF), np.uint8)
+
+    def get_page_buffer_meta(self, indices: np.ndarray) -> tuple[list[int], list[int]]:
+        at = [half[first // PAGE].ctypes.data for first in indices[::PAGE] for half in self.data]
+        return at, [HALF] * len(at)
+
+
+def slots(first: int, pages: int) -> np.ndarray:
+    """The tokens' slots of pages that follow each other."""
+    return np.arange(first * PAGE, (first + pages) * PAGE)
+
+
+@pytest.mark.slow
+def test_a_batch_that_host_cannot_hold_at_once_is_loaded_whole(daemon: Daemon):
+    """160 pages of 1 MiB on a host tier of 128 MiB: one call stores them, and one loads them all, byte for byte."""
+    memory = Memory(160)
+    memory.data[:] = np.random.default_rng(0).integers(0, 256, memory.data.shape, np.uint8)
+    want = memory.data.copy()
+    keys = [hashlib.sha256(b"%d" % n).hexdigest() for n in range(160)]
+    spec = CacheSpec("m", b"f" * 16, "x", PAGE, (GroupSpec(Kind.FULL, 1, 1, 2 * HALF),), key_bytes=32)
+    with Client(daemon.socket, verify="always", timeout_s=20.0) as client:
+        pool = Pool(memory, client.open(spec))
+        stored = [pool.store(keys[at : at + 32], slots(at, 32)) for at in range(0, 160, 32)]
+        assert pool.cache.flush()
+        assert all(map(all, stored))
+        memory.data[:] = 0
+        assert pool.load(keys, slots(0, 160)) == [True] * 160
+    assert np.array_equal(memory.data, want)
+
+
+def test_indices_that_are_not_those_of_the_keys_are_a_miss(daemon: Daemon):
+    """Too few slots, none at all: nothing is copied, and nothing raised."""
+    memory = Memory(2)
+    spec = CacheSpec("m", b"f" * 16, "x", PAGE, (GroupSpec(Kind.FULL, 1, 1, 2 * HALF),), key_bytes=32)
+    with Client(daemon.socket) as client:
+        pool = Pool(memory, client.open(spec))
+        for indices in (slots(0, 1), None):
+            assert pool.store(["a", "b"], indices) == [False, False]
+            assert pool.load(["a", "b"], indices) == [False, False]
+        assert pool.store([], slots(0, 0)) == []
+
+
+def test_keys_have_32_bytes_whatever_they_are():
+    """SHA-256 in hex is taken as it is, in either case; other keys by their digest, and none becomes another's."""
+    digest = hashlib.sha256(b"x").hexdigest()
+    odd = ["", "a", "g" * 64, digest + ".mamba", digest[:-1]]
+    assert names([digest]) == bytes.fromhex(digest)
+    assert len({names([key]) for key in [digest, *odd]}) == 1 + len(odd)
+    assert all(len(names([key])) == 32 for key in odd)
+
+
+def test_turns_are_quick_only_while_pages_are_copied():
+    """Overlapping copies of two threads: the interval is back where it was when the last of them ends."""
+    before = sys.getswitchinterval()
+    inside, leave = threading.Event(), threading.Event()
+
+    def copies() -> None:
+        with quick_turns:
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=copies)
+    with quick_turns:
+        thread.start()
+        assert inside.wait(30)
+    assert sys.getswitchinterval() < before
+    leave.set()
+    thread.join()
+    assert sys.getswitchinterval() == before
