@@ -18,6 +18,7 @@ from kvtier.peer.shelf import GENERATION_BYTES, Shelf, generation_names
 BELIEVED_S: Final = 1.0
 """So late others notice a purge."""
 QUORUM: Final = 2
+MOST_KNOWN: Final = 4096
 COUNT_BYTES: Final = 4
 
 _log = logging.getLogger("kvtier.peer")
@@ -52,6 +53,8 @@ class Generations:
         if known is not None and known[0] != found:
             self._shelf.counts["peer_restarts"] += 1
             _log.warning("a cache was purged in the shared store, or lost there: what is known of it is forgotten")
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()  # they are read again
         self._known[shared.id] = found, time.monotonic() + BELIEVED_S, life
         return found
 

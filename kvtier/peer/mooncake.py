@@ -107,6 +107,9 @@ class MooncakeShelf:
                 await self._listen()
             except FAULTS as exc:
                 self._failed(exc)
+            except Exception as exc:  # noqa: BLE001 - the watch must not end
+                _log.exception("the process of Mooncake's engine is started again")
+                self._failed(exc)
             finally:
                 await asyncio.shield(self._bury())
             await asyncio.sleep(PING_S)
@@ -198,7 +201,7 @@ class MooncakeShelf:
         self, verb: str, names: list[str], at: Sequence[int] = (), sizes: Sequence[int] = ()
     ) -> asyncio.Future[list[int] | None] | None:
         """Begin a call of the engine: what it will say of each name (None: the child died). None without a child."""
-        if self._child is None:
+        if self._child is None or self._child.writer.is_closing():
             return None
         self._number += 1
         call: asyncio.Future[list[int] | None] = asyncio.get_running_loop().create_future()
@@ -301,8 +304,14 @@ class MooncakeShelf:
 
     async def _move(self, verb: str, wants: Sequence[Want], until: float) -> list[int | None]:
         """Calls with bytes, as many at once as there are trays; what the engine says of each value."""
-        loads = [self._load(verb, part, until) for part in trays_of(wants)]
-        told = [value for part in await asyncio.gather(*loads) for value in part]
+        loads = [asyncio.ensure_future(self._load(verb, part, until)) for part in trays_of(wants)]
+        try:
+            told = [value for part in await asyncio.gather(*loads) for value in part]
+        except BaseException:
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)  # none of them writes into slots any more
+            raise
         await self._threaded(
             add_up, [want for want in wants if want.sum is not None]
         )  # in order, as trays do not end in

@@ -23,9 +23,8 @@ from kvtier.peer.resp import Line, ReplyError, Where, command
 from kvtier.peer.shelf import Want
 
 T = TypeVar("T")
-THREADS: Final = 16
 MAX_OPS: Final = 8
-"""Requests under way to one server."""
+"""Requests under way to one server; its threads are its own, so that one that stalls holds up no other."""
 PING_S: Final = 1.0
 SLOTS: Final = 16384
 UNASKED: Final = "not asked yet"
@@ -49,15 +48,13 @@ class Login(NamedTuple):
 class Server:
     """One server. Owned by the loop thread."""
 
-    def __init__(
-        self, address: tuple[str, int], login: Login, pool: ThreadPoolExecutor, deadline_s: float, counts: Counter[str]
-    ) -> None:
+    def __init__(self, address: tuple[str, int], login: Login, deadline_s: float, counts: Counter[str]) -> None:
         self.address = address
         self.up = False
         self.why = UNASKED
         self.life = 0
         self._login = login
-        self._pool = pool
+        self._pool = ThreadPoolExecutor(MAX_OPS + 1, "kvtier-redis")
         self._deadline_s = deadline_s
         self._counts = counts
         self._where: Where | None = None
@@ -159,6 +156,12 @@ class Server:
         while self._idle:
             self._idle.pop().close()
 
+    def end(self, *, wait: bool) -> None:
+        """Ask it nothing any more."""
+        self.up = False
+        self._pool.shutdown(wait=wait)
+        self.hang_up()
+
     def status(self) -> dict[str, Any]:
         """For people."""
         where = "{}:{}".format(*self.address)
@@ -185,7 +188,6 @@ class RedisShelf:
         self._login = login or Login()
         self._deadline_s = deadline_s
         self._expire = (b"EX", b"%d" % ttl_s) if ttl_s else ()
-        self._pool = ThreadPoolExecutor(THREADS, "kvtier-redis")
         self._seeds = list(servers)
         self._servers = {address: self._server(address) for address in servers}
         self._slots: list[Server | None] = []
@@ -194,7 +196,7 @@ class RedisShelf:
         self._watch: asyncio.Task[None] | None = None
 
     def _server(self, address: tuple[str, int]) -> Server:
-        return Server(address, self._login, self._pool, self._deadline_s, self.counts)
+        return Server(address, self._login, self._deadline_s, self.counts)
 
     @property
     def up(self) -> bool:
@@ -215,8 +217,11 @@ class RedisShelf:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.gather(*(server.ping() for server in self._servers.values()))
-            await self._survey()
+            try:
+                await asyncio.gather(*(server.ping() for server in self._servers.values()))
+                await self._survey()
+            except Exception:  # noqa: BLE001 - the watch must not end
+                _log.exception("a look at the shared store ended; the next follows")
             self._moved.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PING_S):
@@ -239,7 +244,7 @@ class RedisShelf:
         for address in {address for *_, address in found} - self._servers.keys():
             self._servers[address] = self._server(address)
         for gone in self._servers.keys() - {address for *_, address in found} - set(self._seeds):
-            self._servers.pop(gone).hang_up()
+            self._servers.pop(gone).end(wait=False)
         self._slots = [None] * SLOTS if found else []
         for first, last, address in found:
             self._slots[first : last + 1] = [self._servers[address]] * (last + 1 - first)
@@ -345,9 +350,8 @@ class RedisShelf:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        self._pool.shutdown(wait=True)
         for server in self._servers.values():
-            server.hang_up()
+            server.end(wait=True)
 
 
 def _slots(line: Line) -> list[tuple[int, int, tuple[str, int]]]:
@@ -355,7 +359,8 @@ def _slots(line: Line) -> list[tuple[int, int, tuple[str, int]]]:
     try:
         rows = line.call(b"CLUSTER", b"SLOTS")
     except ReplyError as exc:
-        if "cluster support disabled" in str(exc):
+        # A proxy may not know the command, and a user may not use it: then the seed is all there is.
+        if "cluster support disabled" in str(exc) or str(exc).startswith(("NOPERM", "ERR unknown")):
             return []
         raise
     here = str(line.where.address[0]).encode()

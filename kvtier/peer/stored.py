@@ -137,7 +137,8 @@ class DepotSink:
     def _next(self) -> None:
         """Pick the next items."""
         spec = self._shared.spec
-        most = max(1, CHUNK_BYTES // spec.groups[0].item_bytes) if spec.keyed else chunk_pages(spec)
+        largest = max((spec.groups[group].item_bytes for group, _ in self._lacking), default=1)
+        most = max(1, CHUNK_BYTES // largest) if spec.keyed else chunk_pages(spec)
         pages = list(itertools.islice(dict.fromkeys(page for _, page in self._lacking), most))
         last = pages[-1] if pages else -1
         self.picks = picks_of(sorted(item for item in self._lacking if item[1] <= last))
