@@ -54,6 +54,15 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Keep the whole budget backed by memory, so that it cannot fail later."""
 
 
+class DeviceTier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The device tier."""
+
+    bytes: int = 0
+    """GPU memory for pages, taken at the start and shared with the engines that ask; 0: no device tier."""
+    which: str = "cuda:0"
+    """`cuda:N`: the GPU of that number; `cpu`: host memory in a GPU's place, to try things out."""
+
+
 class Disk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The disk tier."""
 
@@ -103,6 +112,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     socket: Sockets = Sockets()
     host: Host = Host()
+    device: DeviceTier = DeviceTier()
     disk: Disk = Disk()
     caps: Caps = Caps()
     http: Http = Http()
@@ -141,6 +151,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise bad_request naming the first setting that cannot be served."""
         if self.host.bytes < -1:
             raise bad("host.bytes", "-1, 0 or a size", self.host.bytes)
+        if self.device.bytes < 0:
+            raise bad("device.bytes", "0 or a size", self.device.bytes)
+        if not re.fullmatch(r"cpu|cuda:\d{1,2}", self.device.which):
+            raise bad("device.which", "cpu or cuda:N", self.device.which)
         if self.host.slab_bytes < 1 << 20:
             raise bad("host.slab_bytes", "at least 1 MiB", self.host.slab_bytes)
         if not 0.5 <= self.host.high_water <= 1:

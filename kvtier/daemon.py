@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -22,6 +23,7 @@ import uvloop
 from kvtier import __version__, wire
 from kvtier.companions import Companions, notify, passed_sockets
 from kvtier.config import Config, flag, load, settings, size, variable
+from kvtier.device.find import named_device
 from kvtier.fleet import announce, join
 from kvtier.limits import check_budget, default_budget
 from kvtier.live import Live
@@ -30,6 +32,7 @@ from kvtier.server import Limits, Server
 from kvtier.server.home import Home
 from kvtier.server.listener import PathLock
 from kvtier.store import Store
+from kvtier.store.vram import DeviceMemory
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -60,7 +63,13 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
         disk = DiskTier(config.disk_path, config.disk.bytes, post=post, compress=pack)
     host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault)
     ways = Ways(config.policy, high_water=config.host.high_water)
-    store = Store(host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S, ways=ways)
+    device = None
+    if config.device.bytes:
+        make = functools.partial(named_device, config.device.which)
+        device = DeviceMemory(make, config.device.bytes, slab_bytes=config.host.slab_bytes)
+    store = Store(
+        host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S, ways=ways, device=device
+    )
     store.limit(parse(config.quotas, size))
     return store
 

@@ -191,6 +191,8 @@ class Acquire(Message):
     handle: int
     pages: int = -1
     wait_ms: int = 1000
+    device: bool = False
+    """Whoever reads maps the device's memory: addresses there may come, and pages that are hot are brought there."""
 
 
 class Items(Message):
@@ -314,6 +316,8 @@ class Reserve(Message):
     pages: int
     wants: tuple[Want, ...] = ()
     wait_ms: int = 50
+    device: bool = False
+    """Slots in the device's memory, which whoever writes maps."""
 
 
 class Reserved(Message):
@@ -417,6 +421,97 @@ class Registered(Message):
     region: int
     mapped: bool
     """True where the fd is sealed against shrinking and mapped; false where I/O goes by preadv/pwritev."""
+
+
+HANDLE_BYTES: Final = 64
+UUID_BYTES: Final = 16
+
+
+class Exported(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A stretch of GPU memory as one process tells another of it."""
+
+    uuid: bytes
+    """The GPU's, 16 bytes; zeros where the CPU is in a GPU's place."""
+    handle: bytes
+    """The allocation's CUDA IPC handle, 64 bytes; empty where a descriptor comes along instead."""
+    allocation: int
+    """Bytes of the whole allocation."""
+    offset: int
+    size: int
+    chunk: int = 0
+    """For a descriptor: names the chunk within the exporting process, so that it is mapped once."""
+
+    def check(self) -> None:
+        """Raise bad_request naming the first field that cannot be."""
+        wrong = (
+            ("uuid", len(self.uuid) != UUID_BYTES),
+            ("handle", len(self.handle) not in {0, HANDLE_BYTES}),
+            ("allocation", not 0 < self.allocation < 1 << 48),
+            ("offset", not 0 <= self.offset < self.allocation),
+            ("size", not 0 < self.size <= self.allocation - self.offset),
+        )
+        for field, bad in wrong:
+            if bad:
+                raise KvtierError(Code.BAD_REQUEST, "not a stretch of GPU memory", f"exported.{field}")
+
+
+class MapDevice(Message):
+    """Sent instead of Hello on a connection of its own: how to map the device's memory. Replies DeviceMapped."""
+
+    instance: str
+    scope: str = ""
+
+
+class DeviceMapped(Message):
+    """Reply to MapDevice; with an empty handle the descriptor of a VMM chunk (or a memfd) comes along by SCM_RIGHTS.
+
+    The arena is the stretch's first `size` bytes; UseDevice's token is the 16 bytes after them.
+    """
+
+    arena: int
+    size: int
+    exported: Exported
+
+
+class UseDevice(Message):
+    """This process maps the device's memory, as the token shows that it read there. Replies Ok."""
+
+    token: bytes
+
+
+class Plane(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One layer's K, its V, or its fused rows, in blocks of `tokens` tokens: places and strides in bytes."""
+
+    memory: int
+    """Which of the message's stretches it is in."""
+    layer: int
+    offset: int
+    """Of the first block's first row in that stretch."""
+    blocks: int
+    heads: int
+    tokens: int
+    row: int
+    """Bytes of one head of one token, contiguous."""
+    block_stride: int
+    head_stride: int
+    token_stride: int
+
+
+class RegisterKv(Message):
+    """Sent instead of Hello on a connection of its own: the engine's own paged KV in GPU memory. Replies Registered.
+
+    A descriptor comes along for each stretch without a handle, in order. Loads and stores name blocks as rows.
+    """
+
+    instance: str
+    name: str
+    """Names the region within the instance."""
+    memory: tuple[Exported, ...]
+    planes: tuple[Plane, ...]
+    """By layer; of one layer K before V."""
+    token: bytes
+    """What the first stretch begins with, 1..64 bytes, unchanged until the reply: it is read back."""
+    scope: str = ""
 
 
 class Unregister(Message):
@@ -594,7 +689,7 @@ class Warm(Message):
 
 
 class Evict(Message):
-    """Take a prompt's own pages out of `tier`: host (they stay on disk) or all. Replies Info."""
+    """Take a prompt's own pages out of `tier`: device or host (slower tiers keep them) or all. Replies Info."""
 
     of: Prompt
     tier: str = "host"
@@ -727,6 +822,9 @@ VERBS: Final[dict[type[Message], int]] = {
     Register: 6,
     Unregister: 7,
     Unmapped: 8,
+    MapDevice: 9,
+    UseDevice: 10,
+    RegisterKv: 11,
     Match: 16,
     Acquire: 17,
     Release: 18,

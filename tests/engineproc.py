@@ -52,9 +52,15 @@ class Process:
         slices = (self.slice,) if self.slice else ()
         self.cache = self.client.open(SPEC, rank=rank, world=max(1, world), slices=slices)
         self.held: list[Any] = []
+        self.mapped = False
         self.counts: Counter[str] = Counter()
         self.resting = threading.Event()
         self.thread: threading.Thread | None = None
+
+    def map(self, _: list[int]) -> dict[str, Any]:
+        """Read and compute in device memory from now on."""
+        self.mapped = self.client.map_device()
+        return {"mapped": self.mapped}
 
     def match(self, pages: list[int]) -> dict[str, Any]:
         path = self.cache.match(path_keys(pages))
@@ -63,7 +69,7 @@ class Process:
     def reserve(self, pages: list[int]) -> dict[str, Any]:
         """Reserve all of a path and keep it."""
         path = self.cache.match(path_keys(pages))
-        reserved = path.reserve(0, len(pages), wait_ms=200)
+        reserved = path.reserve(0, len(pages), wait_ms=200, device=self.mapped)
         self.held.append((path, reserved))
         share = base64.b64encode(reserved.share()).decode()
         return {"pages": reserved.pages, "refused": str(reserved.refused), "share": share}
@@ -96,7 +102,8 @@ class Process:
         path = self.cache.match(path_keys(pages))
         lease = path.acquire(wait_ms=5000)
         self.held.append((path, lease))
-        return {"pages": lease.pages, "share": base64.b64encode(lease.share()).decode()}
+        arenas = sorted({int(lease._offsets(0, page)[0][0]) >> 44 for page in range(lease.pages)})
+        return {"pages": lease.pages, "arenas": arenas, "share": base64.b64encode(lease.share()).decode()}
 
     def get(self, pages: list[int]) -> dict[str, Any]:
         """Lease, read, compare every byte, release."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvtier import wire
 from kvtier.identity import CacheSpec, GroupSpec, Slice, shape_of
 from kvtier.store import Store
 from kvtier.tiers.slab import ARENA_SHIFT, OFFSET_MASK
-from kvtier.types import Kind, Tier
+from kvtier.tiers.vram import DEVICE_ARENA
+from kvtier.types import Code, Kind, KvtierError, Tier
 
 FULL = GroupSpec(Kind.FULL, layers=2, heads=2, cell_bytes=1000)
 WINDOW = GroupSpec(Kind.WINDOW, layers=1, heads=2, cell_bytes=500, window=5)
@@ -35,6 +37,20 @@ def content(keys: bytes, group: int, nbytes: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
+def read(address: int, size: int) -> bytes:
+    """Bytes of a GPU."""
+    from kvtier.device import cuda
+
+    return cuda.read(address, size)
+
+
+def write(address: int, data: np.ndarray) -> None:
+    """The same the other way."""
+    from kvtier.device import cuda
+
+    cuda.runtime.memcpy(address, data.ctypes.data, data.nbytes, cuda.runtime.memcpyDefault)
+
+
 class Peer(NamedTuple):
     """Credentials of a process, as the server would give them."""
 
@@ -53,16 +69,70 @@ class Engine:
         hello = wire.Hello(wire.VERSION, name, scope, events=True)
         self.process, self.welcome, _ = store.join(hello, Peer(uid=uid, pid=pid), self.events.append)
         self.spec: CacheSpec | None = None
+        self.mapped = False
+        """Whether it maps the device's memory: it reads there, and computes there what there is room for."""
+        self.fetched: list[tuple[int, np.ndarray]] = []
+        self.patient = True
+        """Whether it waits after each request until nothing moves to or from the device."""
         self.tag = b""
         """Goes before each path when its content is made, so that what must not be shared differs."""
 
     async def call(self, message: wire.Message) -> Any:
-        """One verb; awaits it where it must wait."""
+        """One verb; awaits it where it must wait. On the device where that is mapped and has room."""
+        if self.mapped and isinstance(message, wire.Acquire | wire.Reserve):
+            reply = await self._call(msgspec.structs.replace(message, device=True))
+            if self.patient:
+                await self.still()
+            if isinstance(message, wire.Acquire) or reply.pages == message.pages:
+                return reply
+            if reply.reservation:
+                await self._call(wire.Abort(reply.reservation))
+        reply = await self._call(message)
+        if self.mapped and self.patient:
+            await self.still()
+        return reply
+
+    async def _call(self, message: wire.Message) -> Any:
         reply = self.store.verbs[type(message)](self.process, message)
         return await reply if inspect.isawaitable(reply) else reply
 
+    async def map(self) -> None:
+        """Map the device's memory as a client does."""
+        instance = self.process.instance
+        name, _, scope = instance.scope.partition(":")[2].partition(":")
+        told, _ = await self.store.map_device(wire.MapDevice(instance.name, scope), Peer(uid=int(name)))
+        token = self.device_bytes(told.size, 16).tobytes()
+        await self.call(wire.UseDevice(token))
+        self.mapped = True
+
+    async def still(self) -> None:
+        """Wait until nothing moves to or from the device."""
+        assert self.store.parts.vram is not None
+        await self.store.parts.vram.promote.settled()
+        await self.store.parts.vram.demote.settled()
+
+    def device_bytes(self, at: int, size: int) -> np.ndarray:
+        """The device's memory: in place on the CPU; a copy of a GPU's, which `send_back` writes."""
+        memory = self.store.parts.vram.carrier.shared.memory
+        if hasattr(memory, "data"):
+            return memory.data[at : at + size]
+        out = np.frombuffer(bytearray(read(memory.address + at, size)), np.uint8)
+        self.fetched.append((memory.address + at, out))
+        return out
+
+    def send_back(self) -> None:
+        """Write what was changed of a GPU's memory."""
+        for address, data in self.fetched:
+            write(address, data)
+        self.fetched.clear()
+
     async def open(self, cache: CacheSpec, slices: tuple[Slice, ...] = (), **more: Any) -> wire.Opened:
-        """Open a cache; later calls are about it."""
+        """Open a cache; later calls are about it. Maps the device where there is one."""
+        if self.store.parts.vram is not None and not self.mapped:
+            try:
+                await self.map()
+            except KvtierError as exc:  # another scope has it
+                assert exc.code is Code.FORBIDDEN
         self.spec = cache
         self.opened = await self.call(wire.Open(cache, slices=slices, **more))
         self.slices = slices
@@ -70,8 +140,10 @@ class Engine:
 
     def bytes_at(self, offset: int, nbytes: int) -> np.ndarray:
         """Arena bytes as a client maps them."""
-        arena = self.store.parts.host.arenas(self.process.instance.scope)[offset >> ARENA_SHIFT]
         at = offset & OFFSET_MASK
+        if offset >> ARENA_SHIFT == DEVICE_ARENA:
+            return self.device_bytes(at, nbytes)
+        arena = self.store.parts.host.arenas(self.process.instance.scope)[offset >> ARENA_SHIFT]
         return arena.data[at : at + nbytes]
 
     def pieces(self, group: int, offsets: np.ndarray) -> list[np.ndarray]:
@@ -90,8 +162,10 @@ class Engine:
 
     def write(self, keys: bytes, reserved: wire.Reserved) -> None:
         """Fill the reserved slots with what belongs there (this process's cells only)."""
+        self.fetched.clear()
         for items in reserved.items:
             self.write_items(keys, items)
+        self.send_back()
 
     def write_items(self, keys: bytes, items: wire.Items) -> None:
         """Fill one group's slots."""
@@ -167,14 +241,17 @@ def idle(store: Store) -> list[str]:
             wrong.append(f"cache {cache.number}: leases left: {held}")
         if cache.index.doomed:
             wrong.append(f"cache {cache.number}: doomed nodes left")
-    for pool in store.parts.host.pools:
+    pools = [(Tier.HOST, pool) for pool in store.parts.host.pools]
+    if store.parts.vram is not None:
+        pools += [(Tier.DEVICE, pool) for pool in store.parts.vram.tier.pools]
+    for tier, pool in pools:
         for group, counts in enumerate(pool.counts()):
             named = sum(
                 int((held != -1).sum())
                 for cache in store.parts.caches.values()
-                if cache.pool is pool
+                if cache.pools.get(tier) is pool
                 for node in cache.index.walk()
-                if (held := node.handles(Tier.HOST, group)) is not None
+                if (held := node.handles(tier, group)) is not None
             )
             if pool.used(group) != named * pool.shape.slots_per_item[group]:
                 wrong.append(f"pool {pool.shape}: group {group} uses {pool.used(group)} slots for {named} items")

@@ -9,26 +9,37 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+from kvtier.device.find import open_device
+from kvtier.device.host import HostDevice
 from kvtier.store import Store
+from kvtier.store.vram import DeviceMemory
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.extentfile import Calls
 from kvtier.tiers.host import HostTier
 
 MIB = 1 << 20
+DEVICE: list[Any] = []
+"""Bytes of the device tier that stores are made with, and what makes the device; empty: none."""
 
 
 @contextlib.asynccontextmanager
 async def storing(
-    path: Path | None, host: int = 4 * MIB, disk: int = 64 * MIB, calls: Calls | None = None, **more: float
+    path: Path | None, host: int = 4 * MIB, disk: int = 64 * MIB, calls: Calls | None = None, **more: Any
 ) -> AsyncIterator[Store]:
     """A started store on a directory (None: no disk tier), drained at the end."""
     loop = asyncio.get_running_loop()
     tier = None if path is None else DiskTier(path, disk, post=loop.call_soon_threadsafe, calls=calls)
+    if DEVICE and "device" not in more:
+        size, make = DEVICE
+        more["device"] = DeviceMemory(make, size, slab_bytes=64 << 10)
     store = Store(HostTier(host, slab_bytes=256 << 10, prefault=False), tier, **more)
     await store.start()
     try:
@@ -38,13 +49,25 @@ async def storing(
 
 
 def drop_host(store: Store) -> None:
-    """Evict everything that can be evicted from host."""
+    """Evict everything that can be evicted from host, and from the device."""
+    if store.parts.vram is not None:
+        for pool in store.parts.vram.tier.pools:
+            store.parts.vram.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
     for pool in store.parts.host.pools:
         store.parts.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
 
 
+def used(store: Store) -> int:
+    """Slots of the first group in use, in host and on the device."""
+    vram = store.parts.vram
+    return sum(pool.used(0) for pool in [*store.parts.host.pools, *(vram.tier.pools if vram else [])])
+
+
 async def quiet(store: Store) -> None:
-    """Wait until nothing is on its way to disk."""
+    """Wait until nothing is on its way."""
+    if store.parts.vram is not None:
+        await store.parts.vram.promote.settled()
+        await store.parts.vram.demote.settled()
     await store.parts.persist.flush(list(store.parts.caches.values()), asyncio.get_running_loop().time() + 20)
 
 
@@ -55,6 +78,34 @@ async def until(holds: object, timeout_s: float = 20.0) -> None:
     while not holds():
         assert asyncio.get_running_loop().time() < deadline, "still waiting"
         await asyncio.sleep(0.002)
+
+
+def until_sync(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Ask again until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "still waiting"
+        time.sleep(0.005)
+
+
+def gpu() -> Any:
+    """The GPU that is here, or a skip that says why there is none."""
+    device, reason = open_device()
+    if reason:
+        pytest.skip(reason)
+    return device
+
+
+KINDS = [pytest.param("cpu"), pytest.param("gpu", marks=pytest.mark.gpu)]
+"""What a device tier is tested on."""
+
+
+def maker(kind: str) -> Callable[[], Any]:
+    """What makes the device of a kind; skips where there is none."""
+    if kind == "cpu":
+        return HostDevice
+    gpu()
+    return lambda: open_device().device
 
 
 def memfd(rows: int, stride: int, *, sealed: bool) -> tuple[int, np.ndarray]:

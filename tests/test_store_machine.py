@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from engines import FULL, STATE, WINDOW, Engine, idle, spec, tokens
 from kvtier import wire
+from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
 from kvtier.index import radix
 from kvtier.store import Store
+from kvtier.store.vram import DeviceMemory
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import Code, Kind, KvtierError
-from storekit import Failing
+from storekit import Failing, drop_host, quiet
 
 SHAPES = (spec(), spec((FULL, WINDOW, STATE), model="hybrid"), spec((GroupSpec(Kind.FULL, 1, 1, 30_000),), model="big"))
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda pages: tokens(*pages))
@@ -50,8 +52,9 @@ steps = st.one_of(
 class Traffic:
     """Three engines, each with a cache of its own shape, and what they hold."""
 
-    def __init__(self, path: Path, disk_bytes: int) -> None:
+    def __init__(self, path: Path, disk_bytes: int, device_bytes: int = 0) -> None:
         self.path = path
+        self.device_bytes = device_bytes
         self.disk_bytes = disk_bytes
         self.calls = Failing()
         self.durable: set[tuple[int, bytes]] = set()
@@ -61,7 +64,8 @@ class Traffic:
         if self.disk_bytes:
             post = asyncio.get_running_loop().call_soon_threadsafe
             tier = DiskTier(self.path, self.disk_bytes, post=post, calls=self.calls)
-        self.store = Store(HostTier(1 << 20, slab_bytes=128 << 10, prefault=False), tier)
+        device = DeviceMemory(HostDevice, self.device_bytes, slab_bytes=64 << 10) if self.device_bytes else None
+        self.store = Store(HostTier(1 << 20, slab_bytes=128 << 10, prefault=False), tier, device=device)
         await self.store.start()
         self.engines = [await self.attach(n) for n in range(3)]
         self.held: list[list] = [[], [], []]
@@ -71,6 +75,7 @@ class Traffic:
     async def attach(self, number: int) -> Engine:
         engine = Engine(self.store, f"engine{number}", pid=number + 1)
         await engine.open(SHAPES[number])
+        engine.patient = False
         return engine
 
     async def stop(self) -> None:
@@ -79,9 +84,7 @@ class Traffic:
             await self.cancel(n, b"")
             await self.let_go(n)
             engine.leave()
-        await self.store.parts.persist.flush(
-            list(self.store.parts.caches.values()), asyncio.get_running_loop().time() + 20
-        )
+        await quiet(self.store)
         while moving := set(self.store.parts.loads.moving.values()):  # they outlive whoever stopped waiting for them
             await asyncio.wait(moving)
         assert idle(self.store) == []
@@ -178,8 +181,7 @@ class Traffic:
                 self.durable.add((n, names[: (node.depth + node.live) * cache.index.stride]))
 
     async def evict(self, _n: int, _: bytes) -> None:
-        for pool in self.store.parts.host.pools:
-            self.store.parts.space.evict(pool, [1 << 30] * len(pool.shape.slot_bytes))
+        drop_host(self.store)
 
     async def begin(self, n: int, keys: bytes) -> None:
         """Ask for a lease, and go on before it is there: loads run while other things happen."""
@@ -228,9 +230,9 @@ class Traffic:
         await self.start()
 
 
-async def run(ops: list, disk_bytes: int) -> None:
+async def run(ops: list, disk_bytes: int, device_bytes: int = 0) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        traffic = Traffic(Path(folder), disk_bytes)
+        traffic = Traffic(Path(folder), disk_bytes, device_bytes)
         await traffic.start()
         for what, n, detail in ops:
             await getattr(traffic, what)(n, detail)
@@ -249,3 +251,11 @@ def few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_traffic_keeps_every_invariant(ops: list, disk_bytes: int) -> None:
     """No disk, a full disk, an ample disk: bytes are right, counts agree, nothing is left behind."""
     asyncio.run(run(ops, disk_bytes))
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(steps, max_size=60), st.sampled_from([0, 1 << 20, 64 << 20]), st.sampled_from([96 << 10, 512 << 10]))
+def test_random_traffic_over_a_device_keeps_every_invariant(ops: list, disk_bytes: int, device_bytes: int) -> None:
+    """The same with a device tier that engines compute on and read: a few slots, or more than the traffic needs."""
+    asyncio.run(run(ops, disk_bytes, device_bytes))

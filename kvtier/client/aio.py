@@ -12,9 +12,10 @@ from typing import Self, TypeVar
 from kvtier import wire
 from kvtier.client.asynclink import AsyncLink
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
+from kvtier.client.device import MappedDevice
 from kvtier.client.held import HeldLease, HeldReservation, Share, shared
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
 from kvtier.client.slots import Checks, Verify
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path
@@ -40,6 +41,7 @@ class AsyncClient:
         self.checks = Checks(verify)
         self.last_error: Exception | None = None
         self.identity = Identity(name, scope, events)
+        self.device = MappedDevice(self.identity)
         where = socket_path() if path is None else pathlib.Path(path)
         self.link = AsyncLink(where, self.identity, timeout_s)
 
@@ -54,12 +56,28 @@ class AsyncClient:
     ) -> AsyncCache:
         """See sync.Client.open."""
         cache = AsyncCache(self, spec, rank, world, tuple(slices), epoch)
+        cache.device = self.device
         await self.attempt(cache.entering(), None)
         return cache
 
+    async def map_device(self) -> bool:
+        """See sync.Client.map_device."""
+        return await self.attempt(self.device.mapping(), default=False)
+
     async def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> AsyncRegion:
         """See sync.Client.register."""
-        region = AsyncRegion(self, name, fd, offset, stride, rows)
+        region = AsyncRegion(self, name, registering(self.identity, name, offset, stride, rows), [fd])
+        await self.attempt(region.entering(), None)
+        return region
+
+    async def register_kv(
+        self, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
+    ) -> AsyncRegion:
+        """See sync.Client.register_kv."""
+        who, fds = self.identity, [fd for what, fd in memory if not what.handle]
+        told = tuple(what for what, _ in memory)
+        message = wire.RegisterKv(who.instance, name, told, tuple(planes), token, who.scope)
+        region = AsyncRegion(self, name, message, fds)
         await self.attempt(region.entering(), None)
         return region
 
@@ -170,10 +188,16 @@ class AsyncPath(KeyPath):
         return AsyncLease(self.cache, got)
 
     async def reserve(
-        self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]] = (), wait_ms: int = 50
+        self,
+        start: int,
+        pages: int,
+        wants: Sequence[tuple[int, Sequence[int]]] = (),
+        wait_ms: int = 50,
+        *,
+        device: bool = False,
     ) -> AsyncReservation:
-        """Slots for pages [start, start + pages); `wants` lists (group, pages) of window and state groups."""
-        steps = self._reserving(start, pages, wants, wait_ms)
+        """Slots for pages [start, start + pages); see sync.Path.reserve."""
+        steps = self._reserving(start, pages, wants, wait_ms, device)
         return AsyncReservation(self.cache, start, await self.cache.client.attempt(steps, None, wait_ms / 1000))
 
     async def prefetch(self) -> None:
@@ -259,8 +283,10 @@ class AsyncReservation(HeldReservation):
 class AsyncRegion(HeldRegion):
     """Memory of the engine's own; see sync.Client.register."""
 
-    def __init__(self, client: AsyncClient, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
-        super().__init__(client.identity, name, fd, offset, stride, rows)
+    def __init__(
+        self, client: AsyncClient, name: str, message: wire.Register | wire.RegisterKv, fds: Sequence[int]
+    ) -> None:
+        super().__init__(name, message, fds)
         self._client = client
 
     async def start_load(

@@ -1,18 +1,18 @@
-"""The daemon's host arenas as this process sees them."""
+"""The daemon's arenas as this process sees them."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.client.layout import Bytes
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
 from kvtier.wire import ARENA_SHIFT, ArenaInfo
 
 OFFSET_MASK: Final = (1 << ARENA_SHIFT) - 1
@@ -36,6 +36,8 @@ class Arenas:
             raise KvtierError(Code.INTERNAL, f"{len(infos)} arenas came with {len(fds)} descriptors")
         self._maps: list[mmap.mmap] = []
         self._rows: dict[int, Bytes] = {}
+        self._places: dict[int, tuple[int, int, Callable[[], None]]] = {}
+        """Arenas in memory that only a device reaches: address, bytes, and what unmaps them."""
         self._warm: set[int] = set()
         for info, fd in zip(infos, fds, strict=True):
             if not info.bytes:
@@ -50,10 +52,36 @@ class Arenas:
             self._maps.append(mapped)
             self._rows[info.arena] = np.frombuffer(mapped, np.uint8)
 
+    def add(self, arena: int, mapped: mmap.mmap, row: Bytes) -> None:
+        """One more arena, whose bytes are `row` of a mapping."""
+        self._maps.append(mapped)
+        self._rows[arena] = row
+
+    def place(self, arena: int, address: int, size: int, unmap: Callable[[], None]) -> None:
+        """One more, in memory that only a device reaches."""
+        self._places[arena] = address, size, unmap
+
+    def forget(self, arena: int) -> None:
+        """An arena that is of no use after all."""
+        self._rows.pop(arena, None)
+        place = self._places.pop(arena, None)
+        if place is not None:
+            place[2]()
+
+    def address(self, address: int, size: int) -> int:
+        """Where `size` bytes of an arena are, as copies and kernels take it; raises KvtierError as `view` does."""
+        place = self._places.get(address >> ARENA_SHIFT)
+        at = address & OFFSET_MASK
+        if place is not None and at + size <= place[1]:
+            return place[0] + at
+        return int(self.view(address, size).ctypes.data)
+
     def view(self, address: int, size: int) -> Bytes:
         """Writable view of `size` bytes; raises KvtierError where they are not in an arena."""
         row = self._rows.get(address >> ARENA_SHIFT)
         at = address & OFFSET_MASK
+        if address >> ARENA_SHIFT in self._places:
+            raise bad("view", "address(): only a device reaches these bytes")
         if row is None or at + size > len(row):
             raise KvtierError(Code.INTERNAL, f"the daemon named bytes outside its arenas: {address:#x}+{size}")
         return row[at : at + size]
@@ -86,6 +114,8 @@ class Arenas:
     def unmap(self) -> bool:
         """Unmap what no view refers to any more; True when nothing is mapped."""
         self._rows.clear()
+        for arena in list(self._places):
+            self.forget(arena)
         kept = []
         for mapped in self._maps:
             try:

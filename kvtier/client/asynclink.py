@@ -14,6 +14,7 @@ from kvtier.client.link import (
     IN_FLIGHT,
     RETRY_S,
     Away,
+    Borrow,
     Call,
     Daemon,
     Hand,
@@ -130,18 +131,22 @@ class AsyncLink:
             case Post(joined, message):
                 await self.start(joined, message, wire.Ok, deadline)
                 return None
-            case Hand(message, fd, reply):
-                return await self._hand(message, fd, reply, deadline)
+            case Hand(message, fds, reply):
+                return (await self._aside(message, list(fds), reply, deadline))[0]
+            case Borrow(message, reply):
+                return await self._aside(message, [], reply, deadline)
 
-    async def _hand(self, message: wire.Message, fd: int, reply: type[R], deadline: float) -> R:
-        """Send a descriptor on a connection of its own."""
+    async def _aside(
+        self, message: wire.Message, fds: list[int], reply: type[R], deadline: float
+    ) -> tuple[R, list[int]]:
+        """Send on a connection of its own, with descriptors; the reply, and those that came with it."""
         first = FirstFrame(wire.MAX_BODY)
         try:
             async with self._bounded(deadline):
                 with await self._dial() as sock:
-                    await send_first(sock, wire.request_frame(message, 1), [fd])
+                    await send_first(sock, wire.request_frame(message, 1), fds)
                     await receive_first(sock, first)
-            return first_reply(first, reply)
+            return first_reply(first, reply), first.take_fds()
         finally:
             first.close()
 

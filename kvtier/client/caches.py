@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 
 from kvtier import wire
+from kvtier.client.device import MappedDevice
 from kvtier.client.link import FAULTS, Away, Call, Join, Joined, Post, R, Steps
 from kvtier.identity import CacheSpec, Slice
 from kvtier.types import Code, KvtierError, bad
@@ -35,6 +36,8 @@ class OpenCache:
         """This process writes its shard of others' reservations with higher numbers; -1: of none."""
         self._open = (rank, world, slices)
         self._joined: Joined | None = None
+        self.device: MappedDevice | None = None
+        """What the client reads of the daemon's device memory."""
         self._number = 0
         self._owed = False
         """A reset was asked for before the daemon could say which epoch it is in."""
@@ -62,6 +65,8 @@ class OpenCache:
                 raise
             if self._owed:
                 opened = cast("wire.Opened", (yield Call(joined, wire.Reset(opened.cache), wire.Opened)))
+            if self.device is not None and joined.device < 0:
+                yield from self.device.entering(joined)
             self._opened(joined, opened)
         return joined, self._number
 
@@ -202,15 +207,24 @@ class KeyPath:
 
     def _acquiring(self, pages: int, wait_ms: int) -> Steps[tuple[Joined, wire.Acquired]]:
         """Lease pages of the path."""
-        return (yield from self._asking(lambda handle: wire.Acquire(handle, pages, wait_ms), wire.Acquired))
+        return (
+            yield from self._asking(lambda handle: wire.Acquire(handle, pages, wait_ms, self._maps()), wire.Acquired)
+        )
+
+    def _maps(self) -> bool:
+        """Whether this process maps the device's memory on the connection of the handle."""
+        return self._joined is not None and self._joined.device >= 0
 
     def _reserving(
-        self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]], wait_ms: int
+        self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]], wait_ms: int, device: bool
     ) -> Steps[tuple[Joined, wire.Reserved]]:
-        """Slots for pages of the path."""
+        """Slots for pages of the path; in device memory only where that is mapped."""
         lists = tuple(wire.Want(group, np.asarray(numbers, "<i4").tobytes()) for group, numbers in wants)
         return (
-            yield from self._asking(lambda handle: wire.Reserve(handle, start, pages, lists, wait_ms), wire.Reserved)
+            yield from self._asking(
+                lambda handle: wire.Reserve(handle, start, pages, lists, wait_ms, device and self._maps()),
+                wire.Reserved,
+            )
         )
 
     def next_room(self, start: int, pages: int, wait_ms: int) -> wire.Reserve:

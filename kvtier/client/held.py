@@ -214,6 +214,13 @@ class HeldReservation(Slots):
         self._note(group, page, [0])
         return None if item is None else item[0].pieces[0]
 
+    def address(self, group: int, page: int) -> int | None:
+        """Where the slot to write is, as copies and kernels take it; None as for `view`."""
+        if not self._writable(page):
+            return None
+        self._note(group, page, [0])
+        return super().address(group, page)
+
     def wants(self, group: int, page: int) -> bool:
         """Whether this process is to write the item: it is not stored, nobody else writes it, nothing is lost."""
         return self._open_item(group, page) is not None
@@ -322,10 +329,12 @@ class HeldReservation(Slots):
 
     def _open_item(self, group: int, page: int) -> tuple[Item, int] | None:
         """The item, unless it was committed: its bytes never change after that."""
+        return self._item(group, page) if self._writable(page) else None
+
+    def _writable(self, page: int) -> bool:
+        """Whether this process may write items of a page."""
         at = page - self.start
-        if not self.writes or self.lost or not 0 <= at < len(self._committed) or self._committed[at]:
-            return None
-        return self._item(group, page)
+        return self.writes and not self.lost and 0 <= at < len(self._committed) and not self._committed[at]
 
     def _holds(self) -> bool:
         """Whether the daemon still knows this reservation."""

@@ -82,14 +82,21 @@ class Post(NamedTuple):
 
 
 class Hand(NamedTuple):
-    """Send a message with a descriptor on a connection of its own; gives the reply."""
+    """Send a message with descriptors on a connection of its own; gives the reply."""
 
     message: wire.Message
-    fd: int
+    fds: tuple[int, ...]
     reply: type[wire.Message]
 
 
-Step = Join | Call | Start | Wait | Post | Hand
+class Borrow(NamedTuple):
+    """Send a message on a connection of its own; gives the reply and the descriptors that came along, the caller's."""
+
+    message: wire.Message
+    reply: type[wire.Message]
+
+
+Step = Join | Call | Start | Wait | Post | Hand | Borrow
 Steps = Generator[Step, Any, T]
 """A verb of the client without its I/O: sync and async drivers run the same steps."""
 
@@ -137,6 +144,8 @@ class Joined:
         self.arenas = arenas
         self.daemon = daemon
         self.alive = True
+        self.device = -1
+        """The number of the arena in device memory that is mapped; -1: none."""
         self.unheard: list[int] = []
         """Requests for leases and reservations whose replies never came."""
 

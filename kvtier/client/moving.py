@@ -23,17 +23,14 @@ Target = HeldReservation | tuple[OpenCache, bytes]
 class HeldRegion:
     """Memory of the engine's own that the daemon may copy to and from; registered again after a restart."""
 
-    _fd = -1
+    _fds: tuple[int, ...] = ()
 
-    def __init__(self, who: Identity, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
-        """Keeps a duplicate of `fd`."""
-        if offset < 0 or stride < 1 or rows < 1:
-            raise bad("region", "offset >= 0, stride >= 1, rows >= 1", (offset, stride, rows))
+    def __init__(self, name: str, message: wire.Register | wire.RegisterKv, fds: Sequence[int]) -> None:
+        """Keeps duplicates of the descriptors."""
         self.name = name
-        self.rows = rows
-        self.stride = stride
-        self._fd = os.dup(fd)
-        self._message = wire.Register(who.instance, name, offset, stride, rows, who.scope)
+        self._fds = tuple(os.dup(fd) for fd in fds)
+        self._message = message
+        self._open = True
         self._joined: Joined | None = None
         self._number = 0
         self._unsettled: list[Moving] = []
@@ -52,10 +49,10 @@ class HeldRegion:
         """Be connected, with this region registered there."""
         joined = cast("Joined", (yield Join()))
         if self._joined is not joined:
-            if self._fd < 0:
+            if not self._open:
                 raise bad("region", "one that is registered", self.name)
             try:
-                reply = cast("wire.Registered", (yield Hand(self._message, self._fd, wire.Registered)))
+                reply = cast("wire.Registered", (yield Hand(self._message, self._fds, wire.Registered)))
             except KvtierError as exc:
                 if self._joined is not None:  # it was registered before: not the engine's fault
                     raise Away(f"the daemon does not register region {self.name} again: {exc}") from exc
@@ -72,10 +69,10 @@ class HeldRegion:
         return True
 
     def close(self) -> None:
-        """Close the duplicate descriptor."""
-        fd, self._fd = self._fd, -1
-        self._joined = None
-        if fd >= 0:
+        """Close the duplicate descriptors."""
+        fds, self._fds = self._fds, ()
+        self._joined, self._open = None, False
+        for fd in fds:
             os.close(fd)
 
     def __del__(self) -> None:
@@ -104,6 +101,13 @@ class HeldRegion:
             _, cache = yield from target[0].entering()
             message = wire.Store(region, group, raw, cache=cache, keys=target[1], wait_ms=wait_ms)
         return joined, (yield Start(joined, message, wire.Stored))
+
+
+def registering(who: Identity, name: str, offset: int, stride: int, rows: int) -> wire.Register:
+    """The request that shares rows; raises bad_request."""
+    if offset < 0 or stride < 1 or rows < 1:
+        raise bad("region", "offset >= 0, stride >= 1, rows >= 1", (offset, stride, rows))
+    return wire.Register(who.instance, name, offset, stride, rows, who.scope)
 
 
 class Moving:

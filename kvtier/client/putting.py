@@ -28,7 +28,7 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
     commits: list[tuple[int, Ticket[wire.Committed]]] = []
     if not pages:
         return 0
-    joined, reply = yield from path._reserving(first, min(step, pages), (), wait_ms)  # noqa: SLF001 - one idea
+    joined, reply = yield from path._reserving(first, min(step, pages), (), wait_ms, device=False)  # noqa: SLF001 - one idea
     at, asked = 0, min(step, pages)
     coming: Ticket[wire.Reserved] | None = None
     held = HeldReservation(cache, first, joined, reply)

@@ -118,6 +118,19 @@ class Slots:
                 return table.offsets[at], int(table.sums[at]) if at < len(table.sums) else 0
         return None
 
+    def address(self, group: int, page: int) -> int | None:
+        """Where an item of one slot is, in host or in device memory, as copies and kernels take it; None: not here.
+
+        What is read there is not verified by the client. It must not be used after the slot was given back.
+        """
+        found = self._offsets(group, page)
+        joined = self._joined
+        if found is None or joined is None or self._ended or self.lost:
+            return None
+        if len(found[0]) > 1:
+            raise bad("group", "items of one slot", group)
+        return joined.arenas.address(int(found[0][0]), self.cache.groups[group].slot_bytes)
+
     def _item(self, group: int, page: int) -> tuple[Item, int] | None:
         """The item and its checksum; None where it is not here, or lost, or given back."""
         found = self._offsets(group, page)

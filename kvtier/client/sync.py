@@ -12,10 +12,11 @@ from typing import Self, TypeVar
 
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
+from kvtier.client.device import FENCE_S, MappedDevice, Reached, fence
 from kvtier.client.held import HeldLease, HeldReservation, Share, shared
 from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
 from kvtier.client.putting import SLOW_BYTES_S, putting
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
@@ -48,6 +49,7 @@ class Client:
         self.checks = Checks(verify)
         self.last_error: Exception | None = None
         self.identity = Identity(name, scope, events)
+        self.device = MappedDevice(self.identity)
         where = socket_path() if path is None else pathlib.Path(path)
         self.link = SyncLink(where, self.identity, timeout_s)
 
@@ -65,12 +67,34 @@ class Client:
         Raises KvtierError where the spec is refused. A daemon that is away is joined later.
         """
         cache = Cache(self, spec, rank, world, tuple(slices), epoch)
+        cache.device = self.device
         self.attempt(cache.entering(), None)
         return cache
 
+    def map_device(self) -> bool:
+        """Read device memory in place from now on, on later connections too; whether this one does.
+
+        Where not, `device.reason` says why, and everything is read from host.
+        """
+        return self.attempt(self.device.mapping(), default=False)
+
     def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> Region:
         """Memory of the engine's own: `rows` rows of `stride` bytes at `offset` of `fd`, for loads and stores."""
-        region = Region(self, name, fd, offset, stride, rows)
+        region = Region(self, name, registering(self.identity, name, offset, stride, rows), [fd])
+        self.attempt(region.entering(), None)
+        return region
+
+    def register_kv(
+        self, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
+    ) -> Region:
+        """The engine's own paged KV in device memory, for loads and stores that name its blocks as rows.
+
+        `memory`: stretches as exported, with the descriptor of each that has no handle. `token`: what the first begins
+        with at each attach, which the daemon reads back. A page is `page_tokens / tokens` rows in a row.
+        """
+        who, fds = self.identity, [fd for what, fd in memory if not what.handle]
+        told = tuple(what for what, _ in memory)
+        region = Region(self, name, wire.RegisterKv(who.instance, name, told, tuple(planes), token, who.scope), fds)
         self.attempt(region.entering(), None)
         return region
 
@@ -196,10 +220,19 @@ class Path(KeyPath):
         return Lease(self.cache, self.cache.client.attempt(self._acquiring(pages, wait_ms), None, wait_ms / 1000))
 
     def reserve(
-        self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]] = (), wait_ms: int = 50
+        self,
+        start: int,
+        pages: int,
+        wants: Sequence[tuple[int, Sequence[int]]] = (),
+        wait_ms: int = 50,
+        *,
+        device: bool = False,
     ) -> Reservation:
-        """Slots for pages [start, start + pages); `wants` lists (group, pages) of window and state groups."""
-        got = self.cache.client.attempt(self._reserving(start, pages, wants, wait_ms), None, wait_ms / 1000)
+        """Slots for pages [start, start + pages); `wants` lists (group, pages) of window and state groups.
+
+        `device`: in the device's memory, where `map_device` mapped it.
+        """
+        got = self.cache.client.attempt(self._reserving(start, pages, wants, wait_ms, device), None, wait_ms / 1000)
         return Reservation(self.cache, start, got)
 
     def put(self, first: int, data: Sequence[Bytes], wait_ms: int = 50) -> int:
@@ -246,8 +279,13 @@ class Lease(HeldLease):
         super().__init__(cache, cache.client.checks, *(got or ()))
         self._client = cache.client
 
-    def release(self) -> None:
-        """Give the lease back; its views must not be used any more."""
+    def release(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
+        """Give the lease back; its views must not be used any more.
+
+        `after`: an event of a stream that reads the slots, which is waited for first. Raises io where it is not
+        reached: the lease stays then, since the device may still read.
+        """
+        fence(after, timeout_s)
         self._client.attempt(self._releasing(), None)
 
     def __enter__(self) -> Self:
@@ -260,8 +298,9 @@ class Lease(HeldLease):
 class Borrowed(Lease):
     """A lease that another process of the instance holds: read here, released there."""
 
-    def release(self) -> None:
+    def release(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
         """Only this process's own reading ends."""
+        fence(after, timeout_s)
         self._ended = True
 
 
@@ -272,8 +311,18 @@ class Reservation(HeldReservation):
         super().__init__(cache, start, *(got or ()))
         self._client = cache.client
 
-    def commit(self, first: int | None = None, pages: int | None = None) -> int:
-        """Say that pages (default: from `first` to the end) are written; how many of them all are served now."""
+    def commit(
+        self,
+        first: int | None = None,
+        pages: int | None = None,
+        after: Reached | None = None,
+        timeout_s: float = FENCE_S,
+    ) -> int:
+        """Say that pages (default: from `first` to the end) are written; how many of them all are served now.
+
+        `after`: an event of a stream that writes them, which is waited for first. Raises io where it is not reached.
+        """
+        fence(after, timeout_s)
         return self._client.attempt(self._committing(first, pages), 0)
 
     def abort(self) -> None:
@@ -290,8 +339,8 @@ class Reservation(HeldReservation):
 class Region(HeldRegion):
     """Memory of the engine's own; see Client.register."""
 
-    def __init__(self, client: Client, name: str, fd: int, offset: int, stride: int, rows: int) -> None:
-        super().__init__(client.identity, name, fd, offset, stride, rows)
+    def __init__(self, client: Client, name: str, message: wire.Register | wire.RegisterKv, fds: Sequence[int]) -> None:
+        super().__init__(name, message, fds)
         self._client = client
 
     def start_load(

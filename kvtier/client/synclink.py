@@ -12,6 +12,7 @@ from kvtier import wire
 from kvtier.client.link import (
     IN_FLIGHT,
     Away,
+    Borrow,
     Call,
     Daemon,
     Hand,
@@ -98,16 +99,18 @@ class SyncLink:
             case Post(joined, message):
                 self.start(joined, message, wire.Ok, deadline)
                 return None
-            case Hand(message, fd, reply):
-                return self._hand(message, fd, reply, deadline)
+            case Hand(message, fds, reply):
+                return self._aside(message, list(fds), reply, deadline)[0]
+            case Borrow(message, reply):
+                return self._aside(message, [], reply, deadline)
 
-    def _hand(self, message: wire.Message, fd: int, reply: type[R], deadline: float) -> R:
-        """Send a descriptor on a connection of its own."""
+    def _aside(self, message: wire.Message, fds: list[int], reply: type[R], deadline: float) -> tuple[R, list[int]]:
+        """Send on a connection of its own, with descriptors; the reply, and those that came with it."""
         sock = wait_dial(self.path, deadline)
         with sock:
-            first = ask(sock, wire.request_frame(message, 1), [fd], deadline)
+            first = ask(sock, wire.request_frame(message, 1), fds, deadline)
         try:
-            return first_reply(first, reply)
+            return first_reply(first, reply), first.take_fds()
         finally:
             first.close()
 

@@ -170,9 +170,9 @@ def running(call: Call) -> tuple[Finding, Data]:
     except (OSError, EOFError, KvtierError) as exc:
         return Finding("daemon", "fail", f"no answer at {call.path}: {exc}", "start it, or look at its log"), {}
     tiers: Data = data["tiers"]  # type: ignore[assignment]
-    sick = tiers.get("disk", {}).get("sick", "")
+    sick = [f", {name} tier: {tier['sick']}" for name, tier in tiers.items() if tier.get("sick")]
     found = f"version {data['version']}, pid {data['pid']}"
-    return _judge("daemon", not sick, found + f", disk tier: {sick}" * bool(sick), "look at its log", "fail"), data
+    return _judge("daemon", not sick, found + "".join(sick), "look at its log", "fail"), data
 
 
 @click.command()

@@ -125,12 +125,14 @@ def prefetch(call: Call, show: bool, of: wire.Prompt, wait_s: float) -> Data:
 
 
 @click.command()
-@click.option("--from", "tier", default="host", show_default=True, help="host: it stays on disk; all: it is gone.")
+@click.option(
+    "--from", "tier", default="host", show_default=True, help="device, host: slower tiers keep it; all: it is gone."
+)
 @click.option("--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for the disk.")
 @verb
 @prompt
 def evict(call: Call, show: bool, of: wire.Prompt, tier: str, wait_s: float) -> Data:
-    """Take the pages that only this prompt has, and all that continue them, out of host or out of every tier."""
+    """Take the pages that only this prompt has, and all that continue them, out of a tier or out of every one."""
     message = wire.Evict(of, tier, int(wait_s * 1000))
     data = ask_long(call, message, wire.Info, lambda status: status["moving"]["disk_queue_pages"], wait_s).data
     if show:

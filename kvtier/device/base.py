@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy.typing as npt
 
 from kvtier.device.ops import Op
+from kvtier.wire import Exported
 
 
 class Event(Protocol):
@@ -57,6 +58,15 @@ class Pinned(Buffer, Protocol):
         """The same bytes for the host: uint8."""
 
 
+class Shared(NamedTuple):
+    """Device memory that other processes may map, and how they are told of it."""
+
+    memory: Buffer
+    exported: Exported
+    fd: int
+    """Goes along to whoever maps it; -1 where a handle is enough. Closed by whoever took the memory."""
+
+
 class Facts(NamedTuple):
     """What a device is."""
 
@@ -66,6 +76,8 @@ class Facts(NamedTuple):
     processors: int
     compute: int
     """Such as 90 for sm_90; 0 for the CPU."""
+    driver: int = 0
+    """The driver's version."""
 
 
 class Device(Protocol):
@@ -81,6 +93,15 @@ class Device(Protocol):
 
     def take(self, size: int) -> Buffer:
         """Device memory. Raises KvtierError(no_space)."""
+
+    def share(self, size: int) -> Shared:
+        """Device memory for other processes too. Raises KvtierError(no_space), or io."""
+
+    def attach(self, what: Exported, fd: int) -> Buffer:
+        """Map a stretch of another process's memory, by its descriptor where it has no handle; `free` unmaps it.
+
+        Raises bad_request, or io with advice. Work on it must have ended before it is freed.
+        """
 
     def pin(self, size: int) -> Pinned:
         """Pinned host memory. Raises KvtierError(no_space)."""

@@ -16,13 +16,14 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.device.base import Event, Facts, Stream
+from kvtier.device.base import Event, Facts, Shared, Stream
 from kvtier.device.host import raw
-from kvtier.device.ipc import LibCuda
+from kvtier.device.ipc import LibCuda, Mappings, Opened
 from kvtier.device.kernels import Launch, Source, launch
 from kvtier.device.ops import Op
 from kvtier.sources import source
 from kvtier.types import Code, KvtierError, align_up
+from kvtier.wire import Exported
 
 Array = npt.NDArray[Any]
 runtime: Any = cupy.cuda.runtime
@@ -52,6 +53,14 @@ def faults(what: str) -> Iterator[None]:
 def available() -> bool:
     """Whether a driver and a GPU are there; never raises."""
     return bool(cupy.is_available())
+
+
+def read(address: int, size: int) -> bytes:
+    """Bytes of the GPU's memory, now; blocks. Raises KvtierError(io)."""
+    out = np.empty(size, np.uint8)
+    with faults("reading GPU memory"):
+        runtime.memcpy(out.ctypes.data, address, size, runtime.memcpyDefault)
+    return out.tobytes()
 
 
 class CudaEvent:
@@ -187,6 +196,18 @@ class CudaPinned:
                 runtime.freeHost(address)
 
 
+class CudaAttached:
+    """A stretch of another process's memory."""
+
+    def __init__(self, mappings: Mappings, opened: Opened) -> None:
+        self._mappings, self._opened = mappings, opened
+        self.address, self.bytes = opened.address, opened.bytes
+
+    def free(self) -> None:
+        """Unmap it."""
+        self._mappings.close(self._opened)
+
+
 class Tables:
     """Launch tables on their way to the GPU: a ring in pinned memory and one in device memory."""
 
@@ -236,12 +257,14 @@ class CudaDevice:
         """Raises KvtierError(io) where the driver does not serve it."""
         with faults("opening the GPU"):
             about = runtime.getDeviceProperties(ordinal)
+            driver = int(runtime.driverGetVersion())
         name = about["name"].decode() if isinstance(about["name"], bytes) else str(about["name"])
         compute = about["major"] * 10 + about["minor"]
         self.ordinal = ordinal
-        self.facts = Facts(name, bytes(about["uuid"])[:16], int(about["multiProcessorCount"]), int(compute))
+        self.facts = Facts(name, bytes(about["uuid"])[:16], int(about["multiProcessorCount"]), int(compute), driver)
         self._modules: dict[Source, Any] = {}
         self._tables = Tables(self)
+        self._mappings: Mappings | None = None
 
     @contextlib.contextmanager
     def current(self, what: str) -> Iterator[None]:
@@ -263,6 +286,23 @@ class CudaDevice:
     def take(self, size: int) -> CudaBuffer:
         """Device memory."""
         return CudaBuffer(self, size)
+
+    def share(self, size: int) -> Shared:
+        """Device memory whose handle other processes open."""
+        memory = self.take(size)
+        try:
+            exported, fd = LibCuda().export(self.facts.uuid, memory.address, size)
+        except KvtierError:
+            memory.free()
+            raise
+        return Shared(memory, exported, fd)
+
+    def attach(self, what: Exported, fd: int) -> CudaAttached:
+        """Map another process's memory."""
+        if what.uuid != self.facts.uuid:
+            raise KvtierError(Code.BAD_REQUEST, f"memory of another GPU than {self.facts.uuid.hex()}", "exported.uuid")
+        self._mappings = self._mappings or Mappings(CudaDriver())
+        return CudaAttached(self._mappings, self._mappings.open("engine", what, fd))
 
     def pin(self, size: int) -> CudaPinned:
         """Pinned host memory."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvtier.device.base import Device
 from kvtier.device.host import HostDevice
+from kvtier.types import Code, KvtierError
 
 
 class Found(NamedTuple):
@@ -15,6 +16,16 @@ class Found(NamedTuple):
 
     device: Device
     reason: str
+
+
+def named_device(name: str) -> Device:
+    """`cpu`, or `cuda:N`. Raises KvtierError(io) where there is no such GPU."""
+    if name == "cpu":
+        return HostDevice()
+    found = open_device(int(name.removeprefix("cuda:")))
+    if found.reason:
+        raise KvtierError(Code.IO, found.reason)
+    return found.device
 
 
 def open_device(ordinal: int = 0) -> Found:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -11,9 +14,11 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier import quant
-from kvtier.device.base import Event, Facts, Stream
+from kvtier.device.base import Event, Facts, Shared, Stream
 from kvtier.device.layout import Sheet
 from kvtier.device.ops import Move, Op, Sum
+from kvtier.types import Code, KvtierError, bad
+from kvtier.wire import Exported
 
 Array = npt.NDArray[Any]
 Work = Callable[[], None]
@@ -109,6 +114,35 @@ class HostBuffer:
         self.data = np.empty(0, np.uint8)
 
 
+class MappedBuffer:
+    """A mapped descriptor."""
+
+    def __init__(self, fd: int, allocation: int, offset: int = 0, size: int = -1) -> None:
+        """Keeps no descriptor. Children of fork do not have it."""
+        mapping = mmap.mmap(fd, allocation)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        self.data: Array = np.frombuffer(mapping, np.uint8)[offset:][: size if size >= 0 else None]
+        self.address = int(self.data.ctypes.data)
+        self.bytes = len(self.data)
+
+    def free(self) -> None:
+        """Let go of it."""
+        self.data = np.empty(0, np.uint8)
+
+
+def shared_memory(size: int) -> int:
+    """A memfd that nobody can resize. Raises KvtierError(no_space)."""
+    fd = os.memfd_create("kvtier-device", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError as exc:
+        os.close(fd)
+        raise KvtierError(Code.NO_SPACE, f"no {size} bytes of shared memory: {exc}") from exc
+    return fd
+
+
 class Done:
     """An event whose work has ended."""
 
@@ -153,6 +187,29 @@ class HostDevice:
     def take(self, size: int) -> HostBuffer:
         """Memory."""
         return HostBuffer(size)
+
+    def share(self, size: int) -> Shared:
+        """Memory behind a descriptor."""
+        fd = shared_memory(size)
+        try:
+            memory = MappedBuffer(fd, size)
+        except (OSError, ValueError) as exc:
+            os.close(fd)
+            raise KvtierError(Code.NO_SPACE, f"no {size} bytes of shared memory: {exc}") from exc
+        return Shared(memory, Exported(self.facts.uuid, b"", size, 0, size), fd)
+
+    def attach(self, what: Exported, fd: int) -> MappedBuffer:
+        """Map a descriptor that nobody can make shorter: touching what is gone would kill this process."""
+        what.check()
+        if what.uuid != self.facts.uuid or what.handle or fd < 0:
+            raise bad("exported", "memory of the CPU, by a descriptor")
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fd).st_size < what.allocation:
+                raise bad("fds", f"a memfd of {what.allocation} bytes, sealed against shrinking")
+            return MappedBuffer(fd, what.allocation, what.offset, what.size)
+        except (OSError, ValueError) as exc:
+            raise KvtierError(Code.IO, f"the engine's memory cannot be mapped here: {exc}") from exc
 
     def pin(self, size: int) -> HostBuffer:
         """Memory."""

@@ -13,44 +13,13 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
-import msgspec
-
 from kvtier.types import Code, KvtierError
+from kvtier.wire import HANDLE_BYTES, Exported
 
-HANDLE_BYTES: Final = 64
-UUID_BYTES: Final = 16
 ADVICE: Final = (
     "engine and daemon must see the same GPU, run as the same user, and in containers share IPC and PID namespaces "
     "(--ipc=host --pid=host) with differing pids"
 )
-
-
-class Exported(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A stretch of GPU memory as one process tells another of it."""
-
-    uuid: bytes
-    """The GPU's, 16 bytes."""
-    handle: bytes
-    """The allocation's CUDA IPC handle, 64 bytes; empty where a descriptor comes along instead."""
-    allocation: int
-    """Bytes of the whole allocation."""
-    offset: int
-    size: int
-    chunk: int = 0
-    """For a descriptor: names the chunk within the exporting process, so that it is mapped once."""
-
-    def check(self) -> None:
-        """Raise bad_request naming the first field that cannot be."""
-        wrong = (
-            ("uuid", len(self.uuid) != UUID_BYTES),
-            ("handle", len(self.handle) not in {0, HANDLE_BYTES}),
-            ("allocation", not 0 < self.allocation < 1 << 48),
-            ("offset", not 0 <= self.offset < self.allocation),
-            ("size", not 0 < self.size <= self.allocation - self.offset),
-        )
-        for field, bad in wrong:
-            if bad:
-                raise KvtierError(Code.BAD_REQUEST, "not a stretch of GPU memory", f"exported.{field}")
 
 
 class Driver(Protocol):

@@ -8,8 +8,9 @@ C2C, or for small pages), which also serves ranks that have only some heads of a
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,6 +27,25 @@ MOST_PAGES: Final = 512
 MOST_TRANSFERS: Final = 16
 """Transfers in flight."""
 STAGE_ALIGN: Final = 256
+
+
+FEW_BLOCKS: Final = 8
+"""Thread blocks of a kernel that is to leave the GPU to others."""
+
+
+class Way(enum.StrEnum):
+    """How pages get between blocks and slots."""
+
+    STAGED = "staged"
+    """Gathered in device memory, then copied whole by the copy engine; or the reverse."""
+    DIRECT = "direct"
+    """Kernels reach the slots."""
+    FEW = "few"
+    """The same with few thread blocks."""
+
+
+Choose = Callable[[bool, int, int], Way]
+"""(whether it is a load, bytes of a page, pages) -> the way."""
 
 
 class Piece(NamedTuple):
@@ -95,9 +115,11 @@ class Shuttle:
 
     def __init__(
         self, device: Device, plan: Plan, *, stage_bytes: int = 8 << 20, stages: int = 2, pieces: int = 1,
-        direct: bool = False, sums: bool = False, stream: Stream | None = None,
+        direct: bool = False, way: Way | Choose = Way.STAGED, sums: bool = False, stream: Stream | None = None,
     ) -> None:  # fmt: skip
         """`pieces`: loads come layer by layer in so many parts. `sums`: also sum each slot (one piece, staged).
+
+        `way`: of all transfers, or what chooses it for each (`Paths.way`); `direct` is short for that one.
 
         `stream`: where kernels run; the engine's own, for the least waiting, or streams of the shuttle's.
         """
@@ -105,7 +127,8 @@ class Shuttle:
         self.plan = plan
         self.sick = ""
         """Why nothing is moved any more, once a transfer failed or was stuck."""
-        self.direct = direct or not plan.whole_layers
+        self._chosen = Way.DIRECT if direct else way
+        self.direct = self._chosen in {Way.DIRECT, Way.FEW} or not plan.whole_layers
         self._whole = _pieces(plan, 1)
         self._parts = _pieces(plan, max(1, min(pieces, plan.layers)))
         self._summed = sums
@@ -139,9 +162,11 @@ class Shuttle:
         """Queue a store."""
         if after is not None:
             self._gather.wait(after)
-        for piece, pages, stage in self._batches(self._whole, len(slots), self._down):
+        way = self._way(False, len(slots))
+        stages, blocks = (self._down, 0) if way is Way.STAGED else ([], FEW_BLOCKS * (way is Way.FEW))
+        for piece, pages, stage in self._batches(self._whole, len(slots), stages):
             if stage is None:
-                self._launch(ids, slots[pages], piece, self._gather, pages, to_slots=True)
+                self._launch(ids, slots[pages], piece, self._gather, pages, blocks, to_slots=True)
                 continue
             if stage.free is not None:
                 self._gather.wait(stage.free)
@@ -152,19 +177,21 @@ class Shuttle:
             self._copy(slots[pages] + np.uint64(piece.at), staged, piece, self._out)
             stage.free = self._out.record()
         transfer.read = self._gather.record()
-        transfer.done = transfer.read if self.direct else self._out.record()
+        transfer.done = transfer.read if not stages else self._out.record()
 
     def _load(self, transfer: Transfer, ids: Words, slots: Words, after: Event | None) -> None:
         """Queue a load."""
         if after is not None:
             self._scatter.wait(after)
         last = self._parts[0]
-        for piece, pages, stage in self._batches(self._parts, len(slots), self._up):
+        way = self._way(True, len(slots))
+        stages, blocks = (self._up, 0) if way is Way.STAGED else ([], FEW_BLOCKS * (way is Way.FEW))
+        for piece, pages, stage in self._batches(self._parts, len(slots), stages):
             if piece is not last:
                 transfer.layers.append(self._scatter.record())
                 last = piece
             if stage is None:
-                self._launch(ids, slots[pages], piece, self._scatter, pages, to_slots=False)
+                self._launch(ids, slots[pages], piece, self._scatter, pages, blocks, to_slots=False)
                 continue
             if stage.free is not None:
                 self._in.wait(stage.free)
@@ -198,7 +225,7 @@ class Shuttle:
         slots = np.ascontiguousarray(slots, np.uint64)
         if not 1 <= len(slots) <= MOST_PAGES:
             raise bad("slots", f"1..{MOST_PAGES} pages", len(slots))
-        if self.direct and (slots % np.uint64(VECTOR)).any():
+        if self._way(not to_slots, len(slots)) is not Way.STAGED and (slots % np.uint64(VECTOR)).any():
             raise bad("slots", f"addresses at multiples of {VECTOR} bytes")
         return blocks_of(self.plan, ids, len(slots), to_slots=to_slots), slots
 
@@ -239,12 +266,21 @@ class Shuttle:
         )
         return staged, staged - np.uint64(piece.at)
 
-    def _launch(self, ids: Words, slots: Words, piece: Piece, stream: Stream, pages: slice, *, to_slots: bool) -> None:
+    def _way(self, load: bool, pages: int) -> Way:
+        """How a transfer goes: sums are taken of what is staged, slices of layers are not staged."""
+        if self._summed:
+            return Way.STAGED
+        way = self._chosen if isinstance(self._chosen, Way) else self._chosen(load, self._whole[0].bytes, pages)
+        return Way.DIRECT if self.direct and way is Way.STAGED else way
+
+    def _launch(
+        self, ids: Words, slots: Words, piece: Piece, stream: Stream, pages: slice, most: int = 0, *, to_slots: bool
+    ) -> None:
         """The kernels of one batch."""
         per = self.plan.per
         blocks = np.asarray(ids)[pages.start * per : pages.stop * per]
         for op in moves(self.plan, slots, blocks, (piece.l0, piece.l1), to_slots=to_slots):
-            self.device.launch(op, stream)
+            self.device.launch(op, stream, most)
 
     def _sum(self, staged: Words, piece: Piece, row: int, pages: slice, stream: Stream) -> None:
         """Sum the slots of one batch."""

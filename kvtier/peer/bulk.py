@@ -179,7 +179,9 @@ class Line:
         left = self._until - time.monotonic()
         if left <= 0:
             raise TimeoutError("a transfer took too long")
-        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1e6) + 1))
+        self._sock.setsockopt(
+            socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), min(999_999, int(left % 1 * 1e6) + 1))
+        )
 
     def _slow(self, bucket: Bucket, nbytes: int) -> None:
         """Wait until so many bytes may move."""

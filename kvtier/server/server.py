@@ -211,7 +211,13 @@ class Server:
         if isinstance(message, wire.Register):
             await self._register(sock, first, message, peer)
             return False
-        raise bad("verb", "Hello or Register in the first frame", type(message).__name__)
+        if isinstance(message, wire.MapDevice):
+            await self._map_device(sock, first, message, peer)
+            return False
+        if isinstance(message, wire.RegisterKv):
+            await self._register_kv(sock, first, message, peer)
+            return False
+        raise bad("verb", "Hello, Register, RegisterKv or MapDevice in the first frame", type(message).__name__)
 
     async def _join(self, sock: socket.socket, first: FirstFrame, hello: wire.Hello, peer: Peer) -> None:
         """Attach a process, answer with its arenas, let frames flow."""
@@ -245,6 +251,21 @@ class Server:
         if len(first.fds) != 1:
             raise bad("fds", "exactly one descriptor", len(first.fds))
         reply = self._store.register(message, first.fds[0], peer)
+        await self._loop.sock_sendall(sock, wire.frame(first.header.verb, first.header.request, reply))
+
+    async def _map_device(self, sock: socket.socket, first: FirstFrame, message: wire.MapDevice, peer: Peer) -> None:
+        """Say how to map the device's memory; the connection has served its purpose."""
+        assert first.header is not None
+        _check_name("instance", message.instance)
+        reply, fd = await self._store.map_device(message, peer)
+        await send_first(sock, wire.frame(first.header.verb, first.header.request, reply), [fd] if fd >= 0 else [])
+
+    async def _register_kv(self, sock: socket.socket, first: FirstFrame, message: wire.RegisterKv, peer: Peer) -> None:
+        """Hand an engine's KV to the store and answer; the connection has served its purpose."""
+        assert first.header is not None
+        _check_name("name", message.name)
+        _check_name("instance", message.instance)
+        reply = await self._store.register_kv(message, first.fds, peer)
         await self._loop.sock_sendall(sock, wire.frame(first.header.verb, first.header.request, reply))
 
     # -- requests ----------------------------------------------------------------------------------------------

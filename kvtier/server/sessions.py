@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from kvtier import wire
@@ -47,6 +47,12 @@ class Owner(Protocol):
 
     def register(self, msg: wire.Register, fd: int, peer: Peer) -> wire.Registered:
         """Take a region, keeping a duplicate of the descriptor. Raises KvtierError."""
+
+    async def register_kv(self, msg: wire.RegisterKv, fds: Sequence[int], peer: Peer) -> wire.Registered:
+        """Map an engine's KV, keeping no descriptor. Raises KvtierError."""
+
+    async def map_device(self, msg: wire.MapDevice, peer: Peer) -> tuple[wire.DeviceMapped, int]:
+        """How to map the device's memory; the descriptor (-1: none) stays the store's. Raises KvtierError."""
 
 
 class Session:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-LOADS: Final = {"disk": "disk_to_host", "host": "host_to_region"}
+LOADS: Final = {"device": "device_to_host", "disk": "disk_to_host", "host": "host_to_region"}
 """Direction in which a tier's pages go to whoever asked; pages in host are read in place, or copied to a region."""
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier.heat import Heat
 from kvtier.identity import CHAIN_BYTES, CacheSpec, base_id, cache_id, shape_of
 from kvtier.index import Dropped, KeyedIndex, Node, Order, RadixIndex
-from kvtier.tiers.pool import HostPool
+from kvtier.tiers.pool import HostPool, SlotPool, Span
 from kvtier.tiers.slab import SlotState
+from kvtier.tiers.vram import on_device
 from kvtier.types import NO_COPY, Tier
 
 if TYPE_CHECKING:
@@ -39,6 +41,11 @@ class Cache:
         self.shape = shape_of(spec)
         self.item_bytes = tuple(g.item_bytes for g in spec.groups)
         self.pool = pool
+        """Its slots in host memory."""
+        self.pools: dict[int, SlotPool] = {Tier.HOST: pool}
+        """Its slots by tier; in device memory once an engine of its scope maps that."""
+        self.orders = orders
+        """Who goes first, by tier; the index looks here, too."""
         root = self.id[:CHAIN_BYTES]
         self.index: RadixIndex | KeyedIndex
         self.index = (KeyedIndex if spec.keyed else RadixIndex)(spec, root, orders, heat)
@@ -72,10 +79,18 @@ class Cache:
         """The bytes of an item in the arena: one uint8 array per slot."""
         return self.pool.views(group, handle, self.item_bytes[group])
 
-    def free_host(self, group: int, handles: array[int] | list[int]) -> None:
-        """Slots back to the pool."""
+    def free(self, tier: int, group: int, handles: array[int] | list[int]) -> None:
+        """Slots back to a tier's pool."""
         if handles:
-            self.pool.free(group, handles)
+            self.pools[tier].free(group, handles)
+
+    def free_host(self, group: int, handles: array[int] | list[int]) -> None:
+        """Slots back to the host pool."""
+        self.free(Tier.HOST, group, handles)
+
+    def spans(self, tier: int, group: int, handle: int) -> list[Span]:
+        """Where the bytes of an item are, as a device takes it."""
+        return self.pools[tier].spans(group, handle, self.item_bytes[group])
 
     def gather(self, node: Node, group: int, first: int, count: int, tier: int) -> array[int]:
         """Handles of pages [first, first + count) of the path to `node`, NO_COPY where there is none."""
@@ -103,11 +118,32 @@ class Cache:
     def release(self, dropped: list[Dropped], disk: Any) -> None:
         """Give copies that left the index back to the tiers that own them."""
         for tier, group, handles in dropped:
-            if tier == Tier.HOST:
-                self.pool.free(group, handles)
+            if tier in self.pools:
+                self.pools[tier].free(group, handles)
             elif tier == Tier.DISK and disk is not None:
                 disk.free(handles)
 
-    def settle_host(self, group: int, handles: array[int]) -> None:
+    def settle(self, tier: int, group: int, handles: array[int]) -> None:
         """Mark freshly filled slots as holding cached pages."""
-        self.pool.mark(group, handles, SlotState.CACHED)
+        self.pools[tier].mark(group, handles, SlotState.CACHED)
+
+    def offsets(self, group: int, handles: array[int]) -> bytes:
+        """Slot addresses of the items in order as the wire has them, whatever memory each is in."""
+        if self.shape.slots_per_item[group] == 1 or len(self.pools) == 1:
+            return self.pool.offsets(group, handles).tobytes()
+        pools = (self.pools[Tier.DEVICE if on_device(handle) else Tier.HOST] for handle in handles)
+        return b"".join(pool.offsets(group, [handle]).tobytes() for pool, handle in zip(pools, handles, strict=True))
+
+    def readable(
+        self, node: Node, group: int, first: int, count: int, tiers: Sequence[int]
+    ) -> tuple[array[int], array[int]]:
+        """Of each page of the path to `node` the handle in the first of `tiers` that has it, and the checksum."""
+        out = self.gather(node, group, first, count, tiers[0])
+        for tier in tiers[1:]:
+            if NO_COPY not in out:
+                break
+            other = self.gather(node, group, first, count, tier)
+            for at, handle in enumerate(out):
+                if handle == NO_COPY:
+                    out[at] = other[at]
+        return out, self.gather_sums(node, group, first, count)

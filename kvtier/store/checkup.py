@@ -88,6 +88,8 @@ class Checkup:
         """What there is to check."""
         parts = self.parts
         yield "host", parts.host.checking
+        if parts.vram is not None:
+            yield "device", parts.vram.tier.checking
         if parts.disk is not None:
             yield "disk", parts.disk.checking if not parts.loading else _loading
         for cache in list(parts.caches.values()):

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Iterable
 
 import numpy as np
 
-from kvtier.mover import BATCH_BYTES, INLINE_BYTES, digest, drained
+from kvtier.mover import BATCH_BYTES, INLINE_BYTES, Urgency, digest, drained
 from kvtier.store.cache import Cache
 from kvtier.store.durable import told_durable, watch_keys
 from kvtier.store.instance import Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
-from kvtier.types import Code, KvtierError, bad
+from kvtier.types import Code, KvtierError, Tier, bad
 from kvtier.wire import Abort, Commit, Committed, Ok
 
 Given = dict[tuple[int, int], int]
@@ -52,7 +52,8 @@ class Commits:
     def complete(self, res: Reservation, positions: list[int], sums: Given) -> Committed | Awaitable[Committed]:
         """Take the checksums of complete positions that are not given, and serve what can be served."""
         items = [item for item in res.items(positions) if item[:2] not in sums]
-        if sum(res.cache.item_bytes[g] for g, _, _ in items) > INLINE_BYTES:
+        size = sum(res.cache.item_bytes[g] for g, _, _ in items)
+        if size > INLINE_BYTES or (size and res.tier != Tier.HOST):
             res.hashing += 1
             return _result(asyncio.ensure_future(self._sum_and_serve(res, positions, items, sums)))
         sums.update({(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items})
@@ -76,7 +77,11 @@ class Commits:
         for group in {g for g, _, _ in items}:
             mine = [(group, at) for g, at, _ in items if g == group]
             handles = array("q", [h for g, _, h in items if g == group])
-            sums.update(zip(mine, await self._group_sums(res.cache, group, handles), strict=True))
+            if res.tier == Tier.HOST:
+                found = await self._group_sums(res.cache, group, handles)
+            else:
+                found = await self.parts.copying.checksums(res.cache, group, handles, res.tier, Urgency.ENGINE)
+            sums.update(zip(mine, found, strict=True))
         return sums
 
     async def _group_sums(self, cache: Cache, group: int, handles: array[int]) -> list[int]:
@@ -120,7 +125,10 @@ class Commits:
             return
         first, end = res.publish(now)
         if first < end:
-            self.parts.persist.offer(res.cache, res.nodes[0], first, end, told_durable(res))
+            if self.parts.vram is not None and res.tier == Tier.DEVICE:
+                self.parts.vram.demote.save(res.cache, res.nodes[0], first, end, told_durable(res))
+            else:
+                self.parts.persist.offer(res.cache, res.nodes[0], first, end, told_durable(res))
             if self.parts.peers is not None and not res.instance.guest:
                 self.parts.peers.pushes.offer(res.cache, res.nodes[0], end)
 

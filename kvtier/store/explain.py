@@ -168,9 +168,13 @@ def _segments(cache: Cache, found: Found) -> list[Data]:
         for group, start, count in cache.radix.needed(found.pages):
             lo, hi = max(first, start), min(first + pages, start + count)
             if lo < hi:
-                host = hi - lo - cache.gather(found.node, group, lo, hi - lo, Tier.HOST).count(NO_COPY)
+                near, host = (
+                    hi - lo - cache.readable(found.node, group, lo, hi - lo, tiers)[0].count(NO_COPY)
+                    for tiers in ((Tier.HOST, Tier.DEVICE), (Tier.HOST,))
+                )
                 moves["host"] += host * cache.item_bytes[group]
-                moves["disk"] += (hi - lo - host) * cache.item_bytes[group]
+                moves["device"] += (near - host) * cache.item_bytes[group]
+                moves["disk"] += (hi - lo - near) * cache.item_bytes[group]
         row: Data = {"tier": Tier(tier).name.lower(), "first_page": first, "pages": pages, "bytes": sum(moves.values())}
         rows.append({**row, "moves": {name: size for name, size in moves.items() if size}})
         first += pages

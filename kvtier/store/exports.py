@@ -145,8 +145,8 @@ class Exports:
         bad = await self._read(cache, plan, payload)
         for copy, reason in bad:
             tier, handle = (Tier.DISK, copy.disk) if copy.host == NO_COPY else (Tier.HOST, copy.host)
-            lost = Missing(node, copy.item.group, first + copy.item.page, handle, copy.item.sum)
-            self.parts.loads.lose(cache, lost, reason, tier)
+            lost = Missing(node, copy.item.group, first + copy.item.page, tier, handle, copy.item.sum)
+            self.parts.loads.lose(cache, lost, reason)
         if bad:
             pages = min(copy.item.page for copy, _ in bad)
             plan = [copy for copy in plan if copy.item.page < pages]

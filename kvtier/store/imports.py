@@ -267,7 +267,7 @@ class Imports:
         where, at = index.locate(node, page)
         if all(index.get(where, at, tier, group) == NO_COPY for tier in LOCAL):
             slot, filling.slots[number] = filling.slots[number], NO_COPY
-            held.cache.settle_host(group, array("q", [slot]))
+            held.cache.settle(Tier.HOST, group, array("q", [slot]))
             index.put(where, at, Tier.HOST, group, [slot], [filling.run.items[number].sum])
 
     def end(self, msg: wire.ImportEnd) -> wire.Info:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvtier.identity import CacheSpec, Slice
 from kvtier.index import Node
 from kvtier.store.polls import Polls
-from kvtier.types import Code, KvtierError, bad
+from kvtier.types import Code, KvtierError, Tier, bad
 from kvtier.wire import Message, Open
 
 if TYPE_CHECKING:
     from kvtier.store.cache import Cache
+    from kvtier.store.kvregions import KvRegion
     from kvtier.store.reserve import Reservation
     from kvtier.tiers.region import Region
 
@@ -47,14 +48,26 @@ class Path:
 class Lease:
     """A hold on a path (token caches: one node) or on several keyed nodes."""
 
-    __slots__ = ("cache", "cost", "group", "nodes", "pages")
+    __slots__ = ("cache", "cost", "device_cost", "group", "nodes", "pages", "tiers")
 
-    def __init__(self, cache: Cache, nodes: list[Node], pages: int, cost: int, group: int = 0) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        nodes: list[Node],
+        pages: int,
+        cost: int,
+        group: int = 0,
+        tiers: tuple[Tier, ...] = (Tier.HOST,),
+        device_cost: int = 0,
+    ) -> None:
+        """`tiers`: where its holder reads, fastest first. Costs in bytes of host and of device memory."""
         self.cache = cache
         self.nodes = nodes
         self.pages = pages
         self.cost = cost
+        self.device_cost = device_cost
         self.group = group
+        self.tiers = tiers
 
 
 class Rank(NamedTuple):
@@ -76,7 +89,7 @@ class Writer(NamedTuple):
 class Process:
     """One connected process of an instance."""
 
-    __slots__ = ("born", "events", "instance", "left", "notify", "peer", "ranks")
+    __slots__ = ("born", "device", "events", "instance", "left", "notify", "peer", "ranks")
 
     def __init__(
         self, born: int, instance: Instance, peer: Any, notify: Callable[[Message], None], *, events: bool
@@ -89,6 +102,8 @@ class Process:
         self.notify = notify
         self.ranks: dict[int, Rank] = {}
         """Cache number -> shard; a cache is usable by this process once it is here."""
+        self.device = False
+        """It has shown that it maps the device's memory."""
         self.left = False
         """Its connection is closed without Bye; it may still touch its slots until its pidfd says it ended."""
 
@@ -99,11 +114,14 @@ class Instance:
     guest = False
     """Whether it stands for other hosts: what it brings is not pushed on."""
 
-    def __init__(self, name: str, scope: str, cap_bytes: int) -> None:
+    def __init__(self, name: str, scope: str, cap_bytes: int, device_cap: int = 0) -> None:
         self.name = name
         self.scope = scope
         self.cap_bytes = cap_bytes
         self.held_bytes = 0
+        self.device_cap = device_cap
+        self.device_held = 0
+        """The same of device memory."""
         self.gone = False
         """All its processes are gone: what still runs for it must hand out nothing more."""
         self.processes: set[Process] = set()
@@ -115,6 +133,8 @@ class Instance:
         """Pages published of reservations that are over: a late commit of a replica is no error."""
         self.polls = Polls()
         self.regions: dict[int, Region] = {}
+        self.kv: dict[int, KvRegion] = {}
+        """Its processes' own paged KV in device memory."""
         self.shards: dict[int, list[Rank]] = {}
         """Cache number -> the distinct shards seen; a page is complete when they cover it."""
         self.writers: dict[tuple[int, int], Writer] = {}
@@ -129,9 +149,18 @@ class Instance:
             )
         self.held_bytes += cost
 
-    def room(self) -> int:
-        """Bytes that may still be held."""
+    def room(self, tier: int = Tier.HOST) -> int:
+        """Bytes of a tier that may still be held."""
+        if tier == Tier.DEVICE:
+            return self.device_cap - self.device_held
         return self.cap_bytes - self.held_bytes
+
+    def hold(self, tier: int, cost: int) -> None:
+        """Count bytes of a tier that are held, or (less than 0) are not any more."""
+        if tier == Tier.DEVICE:
+            self.device_held += cost
+        else:
+            self.held_bytes += cost
 
     def add_path(self, number: int, path: Path, keys: bytes) -> None:
         """Remember a request with `keys` more; the longest unused ones are forgotten beyond the bounds."""

@@ -144,7 +144,8 @@ class Keys:
 
     def drop(self, instance: Instance, lease: Lease) -> None:
         """Undo hold."""
-        instance.held_bytes -= lease.cost
+        instance.hold(Tier.HOST, -lease.cost)
+        instance.hold(Tier.DEVICE, -lease.device_cost)
         for node in lease.nodes:
             self.parts.unlease(lease.cache, node)
 

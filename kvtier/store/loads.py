@@ -1,4 +1,4 @@
-"""Brings pages back from disk to host, each once however many wait for it, and verifies every byte on the way."""
+"""Brings pages from disk or a device to host, each once however many wait for it; verifies every byte on the way."""
 
 from __future__ import annotations
 
@@ -6,27 +6,36 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.index import Node, RadixIndex
-from kvtier.mover import Mover, Urgency, batches
+from kvtier.index.node import LOCAL
+from kvtier.mover import Mover, Urgency, batches, digests
 from kvtier.store.cache import Cache
+from kvtier.store.carrier import Stuck
+from kvtier.store.copying import Move
 from kvtier.store.space import Space
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.slab import SlotState
-from kvtier.types import NO_COPY, Tier
+from kvtier.types import NO_COPY, KvtierError, Tier
 
 log = logging.getLogger("kvtier.loads")
 
 
 class Missing(NamedTuple):
-    """One item that is on disk and not in host."""
+    """One item that is in `tier` by that handle, and not where it is to be read."""
 
     node: Node
     group: int
     page: int
-    disk: int
+    tier: int
+    handle: int
     sum: int
+
+
+Plan = list[tuple[Missing, int]]
+"""Items and the host slots that they are to be brought to."""
 
 
 class Loads:
@@ -37,23 +46,24 @@ class Loads:
         self.mover = mover
         self.space = space
         self.counts = counts
-        self.moving: dict[tuple[int, int], asyncio.Task[None]] = {}
-        """(disk handle, group) -> the load that brings it."""
+        self.moving: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+        """(tier, handle there, group) -> the load that brings it."""
 
-    def missing(self, cache: Cache, node: Node, needed: list[tuple[int, int, int]]) -> list[Missing]:
-        """Items among (group, first, count) ranges of the path to `node` that host lacks and disk has."""
+    def missing(
+        self, cache: Cache, node: Node, needed: list[tuple[int, int, int]], tiers: Sequence[int] = (Tier.HOST,)
+    ) -> list[Missing]:
+        """Items among (group, first, count) ranges of the path to `node` that `tiers` lack and another tier has."""
         out = []
         for group, first, count in needed:
-            host = cache.gather(node, group, first, count, Tier.HOST)
-            if NO_COPY not in host:
+            held, sums = cache.readable(node, group, first, count, tiers)
+            if NO_COPY not in held:
                 continue
-            disk = cache.gather(node, group, first, count, Tier.DISK)
-            sums = cache.gather_sums(node, group, first, count)
-            out += [
-                Missing(node, group, first + at, disk[at], sums[at])
-                for at, handle in enumerate(host)
-                if handle == NO_COPY and disk[at] != NO_COPY
-            ]
+            away = {tier: cache.gather(node, group, first, count, tier) for tier in LOCAL if tier not in tiers}
+            for at, handle in enumerate(held):
+                if handle == NO_COPY:
+                    has = next((tier for tier, row in away.items() if row[at] != NO_COPY), None)
+                    if has is not None:
+                        out.append(Missing(node, group, first + at, has, away[has][at], sums[at]))
         return out
 
     async def bring(self, cache: Cache, missing: list[Missing], deadline: float) -> bool:
@@ -67,7 +77,7 @@ class Loads:
 
     def start(self, cache: Cache, missing: list[Missing], deadline: float) -> set[asyncio.Task[None]]:
         """Begin loading what nobody loads yet; returns the loads that bring the items."""
-        wanted = {(m.disk, m.group): m for m in missing}
+        wanted = {(m.tier, m.handle, m.group): m for m in missing}
         waits = {self.moving[key] for key in wanted if key in self.moving}
         fresh = [m for key, m in wanted.items() if key not in self.moving]
         for batch in batches(fresh, lambda m: cache.item_bytes[m.group]):
@@ -76,7 +86,7 @@ class Loads:
             task = asyncio.get_running_loop().create_task(self._load(cache, batch, deadline))
             waits.add(task)
             for m in batch:
-                self.moving[m.disk, m.group] = task
+                self.moving[m.tier, m.handle, m.group] = task
         return waits
 
     async def _load(self, cache: Cache, batch: list[Missing], deadline: float) -> None:
@@ -91,29 +101,54 @@ class Loads:
                 else:
                     self.counts["loads_no_space"] += 1
             self.space.give_back(cache, got)
-            if plan:
-                await self._read(cache, plan)
+            for tier in {m.tier for m, _ in plan}:
+                await self._bring(cache, tier, [(m, slot) for m, slot in plan if m.tier == tier])
         except Exception:
             log.exception("load failed")
         finally:
             for m in batch:
-                self.moving.pop((m.disk, m.group), None)
+                self.moving.pop((m.tier, m.handle, m.group), None)
             for node in {m.node for m in batch}:
                 self.space.unlease(cache, node)
 
-    async def _read(self, cache: Cache, plan: list[tuple[Missing, int]]) -> None:
-        disk = self.disk
-        assert disk is not None
+    async def _bring(self, cache: Cache, tier: int, plan: Plan) -> None:
+        """Fill slots from one tier and publish what verified."""
         for m, slot in plan:
             cache.pool.mark(m.group, [slot], SlotState.FILLING)
-        requests = [(m.disk, m.group, cache.views(m.group, slot)) for m, slot in plan]
+        way = f"{Tier(tier).name.lower()}_to_host"
         try:
-            with self.space.ways.busy.moving("disk_to_host"):
-                results = await self.mover.run(disk.read, requests, urgency=Urgency.LOAD)
-        except BaseException:
+            with self.space.ways.busy.moving(way):
+                results = await (self._read if tier == Tier.DISK else self._fetch)(cache, plan)
+        except BaseException as exc:
             for m, slot in plan:
-                cache.pool.free(m.group, [slot])
+                if isinstance(exc, Stuck):
+                    cache.pool.mark(m.group, [slot], SlotState.QUARANTINED)
+                else:
+                    cache.pool.free(m.group, [slot])
             raise
+        self._publish(cache, plan, results)
+
+    async def _read(self, cache: Cache, plan: Plan) -> list[str]:
+        """Read from disk; '' or what is wrong, for each."""
+        assert self.disk is not None
+        requests = [(m.handle, m.group, cache.views(m.group, slot)) for m, slot in plan]
+        return await self.mover.run(self.disk.read, requests, urgency=Urgency.LOAD)
+
+    async def _fetch(self, cache: Cache, plan: Plan) -> list[str]:
+        """The same from a device. Raises Stuck."""
+        moves = [Move(m.group, (m.tier, m.handle), (Tier.HOST, slot)) for m, slot in plan]
+        try:
+            await self.space.copying.copy(cache, moves, Urgency.LOAD)
+        except Stuck:
+            raise
+        except KvtierError:
+            return ["io"] * len(plan)
+        items = [cache.views(m.group, slot) for m, slot in plan]
+        found = await self.mover.run(digests, items, urgency=Urgency.LOAD)
+        return ["" if value == m.sum else "checksum" for value, (m, _) in zip(found, plan, strict=True)]
+
+    def _publish(self, cache: Cache, plan: Plan, results: list[str]) -> None:
+        """Serve what came in whole; what did not is lost where it was."""
         lost = []
         for (m, slot), reason in zip(plan, results, strict=True):
             if reason or m.node.dead:
@@ -122,34 +157,40 @@ class Loads:
                     lost.append((m, reason))
                 continue
             where, at = cache.index.locate(m.node, m.page)
+            if cache.index.get(where, at, Tier.HOST, m.group) != NO_COPY:  # it came from another tier meanwhile
+                cache.pool.free(m.group, [slot])
+                continue
             cache.pool.mark(m.group, [slot], SlotState.CACHED)
             cache.index.put(where, at, Tier.HOST, m.group, [slot], [m.sum])
-            self.counts["pages_loaded_disk"] += 1
-            self.counts["bytes_disk_to_host"] += cache.item_bytes[m.group]
+            name = Tier(m.tier).name.lower()
+            self.counts[f"pages_loaded_{name}"] += 1
+            self.counts[f"bytes_{name}_to_host"] += cache.item_bytes[m.group]
         for m, reason in lost:
             self.lose(cache, m, reason)
 
-    def lose(self, cache: Cache, m: Missing, reason: str, tier: int = Tier.DISK) -> None:
+    def lose(self, cache: Cache, m: Missing, reason: str) -> None:
         """A copy is not what was stored: a miss, counted and logged. Where no other tier has it, its subtree is cut.
 
         The caller holds a lease of its own; a host copy that others hold too is left for later.
         """
-        index = cache.index
-        self.counts[f"load_{reason}" if tier == Tier.DISK else f"host_{reason}"] += 1
+        index, tier = cache.index, m.tier
+        self.counts[f"load_{reason}" if tier == Tier.DISK else f"{Tier(tier).name.lower()}_{reason}"] += 1
         log.warning("cache %s page %d group %d: copy lost (%s)", cache.id.hex()[:12], m.page, m.group, reason)
         if reason in {"io", "closing"} or m.node.dead:
             return  # the device may come back; the bytes were not wrong
         where, at = index.locate(m.node, m.page)
         if m.group not in index.anchors and isinstance(index, RadixIndex) and tier == Tier.DISK:
             dropped = index.forget(where, at, Tier.DISK, m.group)
-            if all(index.get(where, at, Tier.DISK, group) != m.disk for group in range(index.groups)):
+            if all(index.get(where, at, Tier.DISK, group) != m.handle for group in range(index.groups)):
                 cache.release([dropped], self.disk)  # else the run's page holds other groups' items that are good
             return
         if tier == Tier.HOST and where.refs > 1:
             return
-        other = Tier.DISK if tier == Tier.HOST else Tier.HOST
+        others = [other for other in LOCAL if other != tier]
         needed = index.anchors if isinstance(index, RadixIndex) else [m.group]
-        if all(index.get(where, at, other, g) != NO_COPY for g in needed):
+        if all(any(index.get(where, at, other, g) != NO_COPY for other in others) for g in needed):
+            if tier == Tier.DEVICE and where.refs > 1:
+                return  # an engine may read it in place
             cache.release(index.drop(where, at, at + 1, tier), self.disk)
             self.space.persist.offer(cache, m.node, m.page, m.page + 1)
             return

@@ -39,12 +39,13 @@ class Operate:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     async def evict(self, msg: wire.Evict) -> wire.Info:
-        """Take a prompt's own pages, and all that continues them, out of host or out of every tier.
+        """Take a prompt's own pages, and all that continues them, out of a tier in memory or out of every tier.
 
-        From host only what disk has goes (it is written first). Raises bad_request, unknown, no_space, io.
+        From host only what disk has goes (it is written first), from the device only what host or disk has. Raises
+        bad_request, unknown, no_space, io.
         """
-        if msg.tier not in {"host", "all"}:
-            raise bad("tier", "host or all", msg.tier)
+        if msg.tier not in {"device", "host", "all"}:
+            raise bad("tier", "device, host or all", msg.tier)
         self._indexed()
         deadline = self.parts.deadline(msg.wait_ms)
         prompt = await resolve(self.parts.caches, self.parts.requests, msg.of)
@@ -53,42 +54,49 @@ class Operate:
             reason = await self.parts.persist.flush([cache], deadline)
             if reason:
                 raise flush_error(reason)
-        pages, kept = await (self._cut if msg.tier == "all" else self._demote)(cache, own(prompt))
+        if msg.tier == "all":
+            pages, kept = await self._cut(cache, own(prompt))
+        else:
+            pages, kept = await self._demote(cache, own(prompt), msg.tier)
         return wire.Info({"pages": pages, "held": kept})
 
-    async def _demote(self, cache: Cache, tops: list[Node]) -> tuple[int, int]:
-        """Drop the host copies of subtrees that disk has and nobody holds; (pages dropped, pages held)."""
+    async def _demote(self, cache: Cache, tops: list[Node], name: str) -> tuple[int, int]:
+        """Drop a tier's copies of subtrees that a slower one has and nobody holds; (pages dropped, pages held)."""
         gone = kept = 0
+        vram, tier = self.parts.vram, Tier[name.upper()]
+        space = self.parts.space if tier == Tier.HOST else vram.space if vram is not None else None
+        if space is None:
+            raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "tier")
+        if vram is not None and tier == Tier.DEVICE:
+            await vram.settle([cache])
         async for node in sliced(popped(tops)):
             tops += (node.children or {}).values()
-            have = node.count[Tier.HOST]
+            have = node.count[tier]
             if node.dead or not have:
                 continue
-            if node.refs or self.parts.space.unsaved_from(cache.index, node, 0, node.pages) < node.pages:
+            if node.refs or space.unsaved_from(cache.index, node, 0, node.pages) < node.pages:
                 kept += node.pages
                 continue
-            self._note(cache, node)
-            for dropped in cache.index.drop(node, 0, node.pages, Tier.HOST):
-                cache.pool.free(dropped.group, dropped.handles)
+            self._note(cache, node, tier)
+            cache.release(cache.index.drop(node, 0, node.pages, tier), self.parts.disk)
             gone += node.pages
-        self.parts.counts["pages_evicted_host"] += gone
+        self.parts.counts[f"pages_evicted_{name}"] += gone
         return gone, kept
 
     async def _cut(self, cache: Cache, tops: list[Node]) -> tuple[int, int]:
         """Cut subtrees, leaves first; pages that somebody holds go when they are let go of."""
         pages = kept = 0
         async for node in sliced(_leaves(tops)):
-            self._note(cache, node)
+            self._note(cache, node, Tier.HOST if node.count[Tier.HOST] else Tier.DISK)
             cut = cache.index.cut(node)
             cache.release(cut.freed, self.parts.disk)
             pages += cut.pages
             kept += cut.doomed
         return pages, kept
 
-    def _note(self, cache: Cache, node: Node) -> None:
+    def _note(self, cache: Cache, node: Node, tier: Tier) -> None:
         """Remember that an operator did it."""
         now = time.time(), self.parts.now()
-        tier = Tier.HOST if node.count[Tier.HOST] else Tier.DISK
         self.parts.persist.evictions.note(cache.index, node, 0, node.pages, tier, "an operator", *now)
 
     # -- whole caches ----------------------------------------------------------------------------------------------

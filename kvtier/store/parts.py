@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
 from kvtier.index import Node, Order
-from kvtier.mover import Mover
+from kvtier.mover import Mover, drained
 from kvtier.store.cache import Cache
+from kvtier.store.copying import Copying
 from kvtier.store.instance import Instance, Process
 from kvtier.store.links import Links
 from kvtier.store.loads import Loads
@@ -21,6 +22,7 @@ from kvtier.store.reserve import Reservation
 from kvtier.store.restore import Restore
 from kvtier.store.space import Space
 from kvtier.store.tally import Tally
+from kvtier.store.vram import DeviceMemory, Vram
 from kvtier.store.warmth import Warmth
 from kvtier.store.ways import Ways
 from kvtier.tiers.arena import Arena
@@ -42,7 +44,9 @@ MAX_SCOPES = 64
 class Parts:
     """The tiers and everything that moves pages between them."""
 
-    def __init__(self, host: HostTier, disk: DiskTier | None, ways: Ways | None = None) -> None:
+    def __init__(
+        self, host: HostTier, disk: DiskTier | None, ways: Ways | None = None, device: DeviceMemory | None = None
+    ) -> None:
         self.host = host
         self.disk = disk
         self.ways = ways or Ways()
@@ -51,7 +55,8 @@ class Parts:
         self.counts = self.ways.counts
         self.mover = Mover()
         self.persist = Persist(disk, self.ways)
-        self.space = Space(host, self.persist, self.mover, self.ways)
+        self.copying = Copying(self.mover, None if device is None else device.carrier)
+        self.space = Space(Tier.HOST, host, self.persist, self.persist, self.copying, self.ways)
         self.loads = Loads(disk, self.mover, self.space, self.counts)
         self.links = Links()
         self.feed: Feed | None = None
@@ -62,6 +67,8 @@ class Parts:
         self.ids: dict[bytes, Cache] = {}
         self.epochs: dict[bytes, int] = {}
         """Newest epoch of each cache without its epoch (base_id); disk keeps them across restarts."""
+        self.vram = None if device is None else Vram(device, self)
+        """The device tier, where one is configured."""
         self.loading = disk is not None
         """Whether the catalogue is still being indexed."""
         self.restore = Restore(self)
@@ -72,6 +79,9 @@ class Parts:
         """Attached engines by (scope, name)."""
         self.requests = Requests()
         self.tally = Tally(self)
+        self.closing: set[asyncio.Task[None]] = set()
+        """What is being let go of and takes a while."""
+        self._ended = asyncio.Event()
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""
 
@@ -104,6 +114,8 @@ class Parts:
         self.ways.quotas.join(cache)
         self.caches[cache.number] = self.ids[cache.id] = cache
         self.space.caches[cache.index] = self.persist.caches[cache.index] = cache
+        if self.vram is not None:
+            self.vram.join(cache)
         self.epochs[cache.base] = max(epoch, self.epochs.get(cache.base, 0))
         if self.feed is not None and self.feed.tells(spec):
             self.feed.follow(cache.index)
@@ -125,7 +137,7 @@ class Parts:
 
     def admit(self, res: Reservation) -> None:
         """Count a new reservation; one with nothing to fill is over at once."""
-        res.instance.held_bytes += res.cost
+        res.instance.hold(res.tier, res.cost)
         res.instance.reservations[res.number] = res
         res.cache.reservations.add(res)
         if res.settled:
@@ -160,10 +172,14 @@ class Parts:
                 del self.caches[cache.number], self.ids[cache.id]
                 del self.space.caches[index], self.persist.caches[index]
                 self.persist.evictions.forget(index)
+                if self.vram is not None:
+                    self.vram.space.caches.pop(index, None)
                 if self.feed is not None:
                     self.feed.drop(index)
         scopes = {instance.scope for instance in self.instances.values()}
         self.space.forget(self.host.idle({cache.pool for cache in self.caches.values()}, scopes))
+        if self.vram is not None:
+            self.vram.prune(scopes)
         known = {cache.base for cache in self.caches.values()}
         self.epochs = {base: epoch for base, epoch in self.epochs.items() if base in known}
 
@@ -174,9 +190,16 @@ class Parts:
             if len(self.caches) >= MAX_CACHES:
                 raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches are open or hold pages")
 
+    async def forever(self) -> None:
+        """Wait until the store closes, whatever happens to the waiting task."""
+        ended = asyncio.ensure_future(self._ended.wait())
+        await drained(ended)
+
     def check(self) -> list[str]:
         """Broken invariants of the whole store, in words."""
         wrong = self.host.check()
+        if self.vram is not None:
+            wrong += self.vram.tier.check()
         if self.disk is not None:
             wrong += self.disk.check()
         for cache in self.caches.values():
@@ -185,8 +208,11 @@ class Parts:
 
     def close(self) -> None:
         """Stop the threads, then the tiers."""
+        self._ended.set()
         self.links.close()
         self.mover.close()
+        if self.copying.carrier is not None:
+            self.copying.carrier.close()
         if self.disk is not None:
             self.disk.close()
         self.host.close()

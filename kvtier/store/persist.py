@@ -16,7 +16,7 @@ from kvtier.index import ANY, Node, Order
 from kvtier.index.node import on_path
 from kvtier.store.cache import Cache
 from kvtier.store.evictions import Evictions
-from kvtier.store.runs import names_of, unsaved_runs
+from kvtier.store.runs import names_of, unsaved_runs, within_reach
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
@@ -82,6 +82,11 @@ class Persist:
         self._pumping = False
         """Whether pump is about to run."""
         self._stuck_until = self._full_until = self._given_up = 0.0
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a disk tier."""
+        return self.disk is not None
 
     def declines(self, node: Node) -> bool:
         """Whether disk is full, and what it would give up for this leaf's pages is as warm as they are, or cannot go.
@@ -209,7 +214,10 @@ class Persist:
         assert disk is not None
         cache, end = entry.cache, min(entry.end, entry.first + RUN_PAGES)
         items, nbytes = self._items(entry, end)
-        saved = items[0].page if items else end - entry.first
+        saved = items[0].page if items else within_reach(cache, entry.node, entry.first, end)
+        if not saved and not items:
+            entry.failed = "a page is in neither host nor disk"
+            return True
         if saved:
             self._settle(entry, saved, "")
             entry.first += saved
@@ -236,10 +244,14 @@ class Persist:
         return True
 
     def _items(self, entry: Entry, end: int) -> tuple[list[Item], int]:
-        """What only host holds of the run's pages; nothing when every page is on disk already."""
+        """What only host holds of the run's pages; nothing when every page is on disk already.
+
+        A page that is on neither (a device has it) ends the run: what follows has no parent on disk.
+        """
         out: list[Item] = []
         nbytes = 0
         cache, first = entry.cache, entry.first
+        end = first + within_reach(cache, entry.node, first, end)
         for group in range(cache.index.groups):
             host = cache.gather(entry.node, group, first, end - first, Tier.HOST)
             disk = cache.gather(entry.node, group, first, end - first, Tier.DISK)

@@ -71,10 +71,10 @@ class Quotas:
         total = 0
         for cache in self._members.get(share, ()):
             total += sum(cache.index.held[tier][group] * cache.slot_cost(group) for group in range(cache.index.groups))
-            if tier == Tier.HOST:
-                total += sum(res.cost for res in cache.reservations)
-            elif tier == Tier.DISK:
+            if tier == Tier.DISK:
                 total += self.writing[cache]
+            else:
+                total += sum(res.cost for res in cache.reservations if res.tier == tier)
         return total
 
     def over(self, cache: Cache, nbytes: int, tier: int) -> int:

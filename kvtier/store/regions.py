@@ -14,6 +14,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.instance import Instance, Lease, Process
 from kvtier.store.keyed import Keys, host_items
+from kvtier.store.kvregions import KvRegions
 from kvtier.store.loads import Missing
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import OPEN, Reservation
@@ -40,6 +41,8 @@ class Regions:
         self.parts = parts
         self.keys = keys
         self.commits = commits
+        self.kv = KvRegions(parts, commits)
+        """Those in device memory."""
         self.running: Counter[int] = Counter()
         """Transfers per region that has any."""
 
@@ -64,6 +67,11 @@ class Regions:
 
     def unregister(self, process: Process, msg: Unregister) -> Ok:
         """Forget a region that no transfer uses."""
+        if msg.region in process.instance.kv:
+            if process.instance.kv[msg.region].running:
+                raise KvtierError(Code.BUSY, "transfers run on it", "region")
+            self.kv.drop_one(process.instance, msg.region)
+            return Ok()
         self._region(process, msg.region)
         if msg.region in self.running:
             raise KvtierError(Code.BUSY, f"{self.running[msg.region]} transfers run on it", "region")
@@ -72,6 +80,7 @@ class Regions:
 
     def drop(self, instance: Instance, before: int) -> None:
         """Close regions with lower numbers: nobody uses them any more, but for transfers that are draining."""
+        self.kv.drop(instance, before)
         for number in [number for number in instance.regions if number < before and number not in self.running]:
             instance.regions.pop(number).close()
 
@@ -116,16 +125,22 @@ class Regions:
 
     async def load(self, process: Process, msg: Load) -> Loaded:
         """Copy verified items into rows. Ends only when the daemon writes there no more, also when cancelled."""
+        if msg.region in process.instance.kv:
+            return await self.kv.load(process, msg)
         if not msg.lease:
             return await self._load_keys(process, msg, self.parts.deadline(msg.wait_ms))
         lease = process.instance.leases.get(msg.lease)
         if lease is None:
             raise KvtierError(Code.UNKNOWN, f"no lease {msg.lease} here", "lease")
         rows = self._rows(process, msg, lease.cache)
-        source = self._leased(lease, msg, len(rows))
+        self._within(lease, msg, len(rows))
         for node in lease.nodes:
             lease.cache.index.lease(node)
         try:
+            if len(lease.tiers) > 1:  # rows are copied from host
+                away = self.parts.loads.missing(lease.cache, lease.nodes[0], [(msg.group, msg.first, len(rows))])
+                await self.parts.loads.bring(lease.cache, away, self.parts.deadline(msg.wait_ms))
+            source = self._leased(lease, msg, len(rows))
             return Loaded(bytes(await self._copy_out(process, msg, source, rows)))
         finally:
             self.keys.drop(process.instance, Lease(lease.cache, lease.nodes, lease.pages, 0))
@@ -148,11 +163,15 @@ class Regions:
         return Loaded(bytes(done))
 
     @staticmethod
-    def _leased(lease: Lease, msg: Load, count: int) -> Source:
-        """Items of pages [first, first + count) that a lease covers."""
-        cache = lease.cache
-        if cache.spec.keyed or msg.first < 0 or msg.first + count > lease.pages:
+    def _within(lease: Lease, msg: Load, count: int) -> None:
+        """Raise bad_request unless a lease covers pages [first, first + count)."""
+        if lease.cache.spec.keyed or msg.first < 0 or msg.first + count > lease.pages:
             raise bad("first", f"pages within the lease's {lease.pages}", msg.first)
+
+    @staticmethod
+    def _leased(lease: Lease, msg: Load, count: int) -> Source:
+        """Items of pages [first, first + count)."""
+        cache = lease.cache
         handles = cache.gather(lease.nodes[0], msg.group, msg.first, count, Tier.HOST)
         sums = cache.gather_sums(lease.nodes[0], msg.group, msg.first, count)
         return Source(cache, list(handles), list(sums))
@@ -186,11 +205,11 @@ class Regions:
         for at, (row, node) in enumerate(zip(rows, nodes, strict=True)):
             if row >= 0 and not done[at] and node is not None and not node.dead:
                 found = loads.missing(cache, node, [(group, 0, 1)])
-                if found and (found[0].disk, group) not in loads.moving:
+                if found and found[0].tier == Tier.DISK and (Tier.DISK, found[0].handle, group) not in loads.moving:
                     plan[at] = found[0]
         if disk is None or not plan:
             return
-        size, pieces = cache.item_bytes[group], [Fetch(rows[at], m.disk) for at, m in plan.items()]
+        size, pieces = cache.item_bytes[group], [Fetch(rows[at], m.handle) for at, m in plan.items()]
 
         def work(region: Region) -> Awaitable[list[Moved]]:
             return fetch(self.parts.mover, region, disk, pieces, group, size)
@@ -209,6 +228,8 @@ class Regions:
 
     async def store(self, process: Process, msg: Store) -> Stored:
         """Copy rows in: under keys (then served at once), or into a reservation's slots (commit follows)."""
+        if msg.region in process.instance.kv:
+            return await self.kv.store(process, msg)
         if msg.reservation:
             return await self._into_reservation(process, msg)
         cache, names = self.keys.names(process, msg.cache, msg.group, msg.keys)
@@ -260,6 +281,8 @@ class Regions:
         res = process.instance.reservations.get(msg.reservation)
         if res is None:
             raise KvtierError(Code.UNKNOWN, f"no reservation {msg.reservation} here", "reservation")
+        if res.tier != Tier.HOST:
+            raise bad("reservation", "one in host memory", msg.reservation)
         rows = self._rows(process, msg, res.cache)
         _check_whole(process, res.cache)
         if res.writer(process.ranks[res.cache.number].bit) is not process:

@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -22,7 +23,7 @@ from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of
 from kvtier.store.requests import MOST_REQUESTS
 from kvtier.store.slices import popped, sliced
-from kvtier.tiers.pool import HostPool
+from kvtier.tiers.pool import SlotPool
 from kvtier.tiers.slab import SlotState
 from kvtier.types import Tier, bad
 
@@ -51,6 +52,8 @@ class Report:
         tiers: dict[str, dict[str, object]] = {
             "host": {"budget_bytes": host.budget_bytes, "used_bytes": host.used_bytes, "free_bytes": host.free_bytes}
         }
+        if self.parts.vram is not None:
+            tiers["device"] = self.parts.vram.report()
         if disk is not None:
             tiers["disk"] = {
                 "capacity_bytes": disk.capacity_bytes,
@@ -102,7 +105,8 @@ class Report:
                 },
                 "bytes_s": rates(parts.counts),
                 "checked": self.checkup.last.data() if self.checkup.last else {},
-                "slots": dict(sum((_states(pool) for pool in parts.host.pools), Counter())),
+                "slots": _states(parts.host.pools),
+                "device_slots": _states([] if parts.vram is None else parts.vram.tier.pools),
                 "peers": [] if parts.peers is None else parts.peers.tier.status(),
                 "counters": dict(parts.counts),
             }
@@ -199,12 +203,12 @@ async def _latest(node: Node, most: int) -> list[Node]:
     return [child for _, _, child in sorted(found)]
 
 
-def _states(pool: HostPool) -> Counter[str]:
-    """Slots of a pool by state, those that are not free."""
+def _states(pools: Sequence[SlotPool]) -> dict[str, int]:
+    """Slots of pools by state, those that are not free."""
     counted: Counter[str] = Counter()
-    for counts in pool.counts():
+    for counts in [counts for pool in pools for counts in pool.counts()]:
         counted.update({state.name.lower(): n for state, n in counts.items() if n and state != SlotState.FREE})
-    return counted
+    return dict(counted)
 
 
 def _row(cache: Cache) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.instance import WHOLE, Process
+from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 
 OPEN, HASHING, COMPLETE, SETTLED, ABORTED = range(5)
@@ -22,10 +23,19 @@ class Reservation:
     """Pages [start, start + pages) of a path (or that many keys), with this instance's slots for them."""
 
     def __init__(
-        self, number: int, cache: Cache, process: Process, nodes: list[Node], start: int, handles: list[array[int]]
+        self,
+        number: int,
+        cache: Cache,
+        process: Process,
+        nodes: list[Node],
+        start: int,
+        handles: list[array[int]],
+        tier: Tier = Tier.HOST,
     ) -> None:
         self.number = number
         self.cache = cache
+        self.tier = tier
+        """Where its slots are."""
         self.instance = process.instance
         rank = process.ranks[cache.number]
         self.writes = rank.worker or not self.instance.working(cache.number)
@@ -139,8 +149,8 @@ class Reservation:
             part = held[lo:hi]
             mine = part if part.count(NO_COPY) == 0 else array("q", [h for h in part if h != NO_COPY])
             if mine:
-                self.cache.settle_host(group, mine)
-                self.cache.index.put(node, at, Tier.HOST, group, part, self.sums[group][lo:hi])
+                self.cache.settle(self.tier, group, mine)
+                self.cache.index.put(node, at, self.tier, group, part, self.sums[group][lo:hi])
         self._settled(lo, hi)
         self.next = hi
 
@@ -152,10 +162,10 @@ class Reservation:
             if handle == NO_COPY:
                 continue
             if any(index.get(node, at, tier, group) != NO_COPY for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)):
-                self.cache.free_host(group, [handle])
+                self.cache.free(self.tier, group, [handle])
             else:
-                self.cache.settle_host(group, array("q", [handle]))
-                index.put(node, at, Tier.HOST, group, [handle], [self.sums[group][self.next]])
+                self.cache.settle(self.tier, group, array("q", [handle]))
+                index.put(node, at, self.tier, group, [handle], [self.sums[group][self.next]])
         self._settled(self.next, self.next + 1)
         self.next += 1
 
@@ -163,7 +173,7 @@ class Reservation:
         """Positions whose slots are no longer this reservation's."""
         freed = self._cost(lo, hi)
         self.cost -= freed
-        self.instance.held_bytes -= freed
+        self.instance.hold(self.tier, -freed)
         for group in range(len(self.handles)):
             self.handles[group][lo:hi] = array("q", [NO_COPY]) * (hi - lo)
         self.state[lo:hi] = bytes([SETTLED]) * (hi - lo)
@@ -192,9 +202,9 @@ class Reservation:
         for group, held in enumerate(self.handles):
             mine = [at for at in positions if held[at] != NO_COPY]
             if mine:
-                self.cache.settle_host(group, array("q", [held[at] for at in mine]))
+                self.cache.settle(self.tier, group, array("q", [held[at] for at in mine]))
             for at in mine:
-                index.put(self.nodes[at], 0, Tier.HOST, group, held[at : at + 1], self.sums[group][at : at + 1])
+                index.put(self.nodes[at], 0, self.tier, group, held[at : at + 1], self.sums[group][at : at + 1])
         for at in positions:
             index.fresh(self.nodes[at], now)
             self._settled(at, at + 1)
@@ -252,10 +262,22 @@ class Reservation:
             return self.state.count(OPEN) + self.state.count(HASHING) == 0
         return self.next < self.pages and self.state[self.next] == ABORTED
 
+    def strand(self, group: int, positions: list[int]) -> None:
+        """A device that is stuck may still write these slots: they are nobody's, and their pages will not be served."""
+        held = self.handles[group]
+        lost = [held[at] for at in positions if held[at] != NO_COPY]
+        self.cache.pools[self.tier].mark(group, lost, SlotState.QUARANTINED)
+        freed = len(lost) * self.cache.slot_cost(group)
+        self.cost -= freed
+        self.instance.hold(self.tier, -freed)
+        for at in positions:
+            held[at] = NO_COPY
+            self.state[at] = ABORTED
+
     def drop(self, unlease: Callable[[Cache, Node], None]) -> None:
         """End it: what is not served goes back to the pool."""
         for group, _, handle in self.items([at for at in range(self.pages) if self.state[at] != SETTLED]):
-            self.cache.free_host(group, [handle])
+            self.cache.free(self.tier, group, [handle])
         self._settled(0, self.pages)
         self.over = True
         for node in self.nodes:

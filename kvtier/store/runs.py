@@ -6,7 +6,7 @@ import numpy as np
 
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.types import Tier
+from kvtier.types import NO_COPY, Tier
 
 
 def unsaved_runs(cache: Cache, node: Node) -> list[tuple[int, int]]:
@@ -18,6 +18,18 @@ def unsaved_runs(cache: Cache, node: Node) -> list[tuple[int, int]]:
         only |= node.present(group, (Tier.HOST,)) & ~node.present(group, (Tier.DISK,))
     edges = np.flatnonzero(np.diff(only[: node.live], prepend=False, append=False))
     return [(int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2)]
+
+
+def within_reach(cache: Cache, node: Node, first: int, end: int) -> int:
+    """How many pages from `first` on have their anchors in host or on disk: a device alone may have the next."""
+    count = end - first
+    if Tier.DEVICE not in cache.pools:
+        return count
+    for group in cache.index.anchors:
+        held, _ = cache.readable(node, group, first, count, (Tier.HOST, Tier.DISK))
+        if NO_COPY in held:
+            count = held.index(NO_COPY)
+    return count
 
 
 def names_of(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, bytes, bytes]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtier.index import Node
-from kvtier.mover import Mover, Urgency, digests
+from kvtier.mover import Mover, Urgency
 from kvtier.store.cache import Cache
 from kvtier.store.loads import Loads, Missing
 from kvtier.store.space import Space
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class Scrub:
-    """Walks every copy in host and on disk at `rate` bytes a second, when nothing more urgent moves."""
+    """Walks every copy in memory and on disk at `rate` bytes a second, when nothing more urgent moves."""
 
     def __init__(
         self, caches: dict[int, Cache], loads: Loads, space: Space, mover: Mover, counts: Counter[str]
@@ -57,7 +57,7 @@ class Scrub:
             await asyncio.sleep(REST_S)
 
     def places(
-        self, tiers: tuple[Tier, ...] = (Tier.HOST, Tier.DISK), caches: list[Cache] | None = None
+        self, tiers: tuple[Tier, ...] = (Tier.DEVICE, Tier.HOST, Tier.DISK), caches: list[Cache] | None = None
     ) -> Iterator[Place]:
         """Every copy there is when its turn comes; nodes that come and go meanwhile are met in the next round."""
         for cache in list(self.caches.values()) if caches is None else caches:
@@ -79,19 +79,19 @@ class Scrub:
         sums = node.sums[place.group]
         if handle == NO_COPY or sums is None:
             return 0
-        item = Missing(node, place.group, place.page, handle, sums[at])
+        item = Missing(node, place.group, place.page, place.tier, handle, sums[at])
         with self.space.leased(cache, node):
-            wrong = await self._wrong(cache, item, place.tier)
+            wrong = await self._wrong(cache, item)
             self.counts["scrubbed_bytes"] += cache.item_bytes[place.group]
             if wrong:
-                self.loads.lose(cache, item, wrong, place.tier)
+                self.loads.lose(cache, item, wrong)
         return cache.item_bytes[place.group]
 
-    async def _wrong(self, cache: Cache, item: Missing, tier: int) -> str:
+    async def _wrong(self, cache: Cache, item: Missing) -> str:
         """'' or what is wrong with the copy."""
-        if tier == Tier.HOST:
-            views = cache.views(item.group, item.disk)
-            found = await self.mover.run(digests, [views], urgency=Urgency.BACKGROUND)
+        if item.tier != Tier.DISK:
+            copying = self.space.copying
+            found = await copying.checksums(cache, item.group, [item.handle], item.tier, Urgency.BACKGROUND)
             return "" if found[0] == item.sum else "checksum"
         disk = self.loads.disk
         assert disk is not None
@@ -99,5 +99,5 @@ class Scrub:
         scratch = np.empty((count, slot), np.uint8)
         left = cache.item_bytes[item.group]
         views = [row[: min(slot, left - n * slot)] for n, row in enumerate(scratch)]
-        results = await self.mover.run(disk.read, [(item.disk, item.group, views)], urgency=Urgency.BACKGROUND)
+        results = await self.mover.run(disk.read, [(item.handle, item.group, views)], urgency=Urgency.BACKGROUND)
         return results[0]

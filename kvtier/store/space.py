@@ -1,4 +1,4 @@
-"""Makes room in the host tier: evict the coldest leaves, wait for disk writes, take slabs from richer pools."""
+"""Makes room in a tier of slots: evict the coldest leaves, wait for what saves them, take slabs from richer pools."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import contextlib
 import time
 from array import array
 from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvtier.index import ANY, Index, Node, Order
-from kvtier.mover import Mover, Urgency, copy_items
+from kvtier.index.node import LOCAL
+from kvtier.mover import Urgency
 from kvtier.store.cache import Cache
+from kvtier.store.carrier import Stuck
+from kvtier.store.copying import Copying, Move
 from kvtier.store.persist import Persist
 from kvtier.store.ways import Ways
-from kvtier.tiers.host import HostPool, HostTier
+from kvtier.tiers.host import SlabTier
+from kvtier.tiers.pool import SlotPool
 from kvtier.tiers.slab import Slab, SlotState
 from kvtier.types import NO_COPY, Code, Tier
 
@@ -29,31 +34,56 @@ MAX_UNSAVED = 64
 """So many leaves that disk refuses are passed over in search of one that it has."""
 
 
-class Space:
-    """Slots for caches, from free memory or from whoever needs theirs least."""
+class Below(Protocol):
+    """What takes the pages that only this tier holds, before they are evicted from it."""
 
-    def __init__(self, host: HostTier, persist: Persist, mover: Mover, ways: Ways) -> None:
-        self.host = host
+    @property
+    def there(self) -> bool:
+        """Whether it takes any at all."""
+
+    def declines(self, node: Node) -> bool:
+        """Whether it would not take this leaf's pages now."""
+
+    def offer(self, cache: Cache, node: Node, first: int, end: int) -> bool:
+        """Let it take pages [first, end) of the path to `node`; False when it does not."""
+
+    async def progress(self, deadline: float) -> bool:
+        """Wait until some of what it took ended; False at once when there is nothing, or at the deadline."""
+
+
+class Space:
+    """Slots of one tier for caches, from free memory or from whoever needs theirs least."""
+
+    def __init__(
+        self, tier: Tier, memory: SlabTier[Any], below: Below, persist: Persist, copying: Copying, ways: Ways
+    ) -> None:
+        self.tier = tier
+        self.memory = memory
+        self.below = below
+        self.saved = (Tier.DISK,) if tier == Tier.HOST else (Tier.HOST, Tier.DISK)
+        """Tiers whose copy makes this tier's one that can go."""
+        self.others = tuple(other for other in LOCAL if other != tier)
+        self.name = tier.name.lower()
         self.persist = persist
-        self.mover = mover
+        self.copying = copying
         self.ways = ways
         self.counts = ways.counts
         self.caches: dict[Index, Cache] = {}
         """Caches by their index: orders speak of indexes."""
-        self.orders: dict[HostPool, Order] = {}
-        self._ahead: set[HostPool] = set()
+        self.orders: dict[SlotPool, Order] = {}
+        self._ahead: set[SlotPool] = set()
         """Pools in which room is being made ahead."""
-        self._barren: dict[HostPool, float] = {}
+        self._barren: dict[SlotPool, float] = {}
         """Loop time until which a pool does not ask the richer ones again."""
 
-    def order_of(self, pool: HostPool) -> Order:
+    def order_of(self, pool: SlotPool) -> Order:
         """The leaves whose eviction frees slots of this pool."""
         order = self.orders.get(pool)
         if order is None:
-            order = self.orders[pool] = Order(Tier.HOST, self.ways.policy(Tier.HOST))
+            order = self.orders[pool] = Order(self.tier, self.ways.policy(self.tier))
         return order
 
-    def forget(self, pools: Iterable[HostPool]) -> None:
+    def forget(self, pools: Iterable[SlotPool]) -> None:
         """These pools are no more."""
         for pool in pools:
             self.orders.pop(pool, None)
@@ -67,9 +97,10 @@ class Space:
         """
         if not await self._within(cache, needs, deadline):
             return [array("q") for _ in needs]
-        got = [cache.pool.alloc(group, n) if n else array("q") for group, n in enumerate(needs)]
+        pool = cache.pools[self.tier]
+        got = [pool.alloc(group, n) if n else array("q") for group, n in enumerate(needs)]
         try:
-            await self._more(cache.pool, needs, got, deadline)
+            await self._more(pool, needs, got, deadline)
         except BaseException:
             self.give_back(cache, got)
             raise
@@ -84,29 +115,30 @@ class Space:
             wanted = [0] * len(needs)
             for group in groups:
                 wanted[group] = min(MOST_OWN, -(-over // cache.slot_cost(group)))
-            self.evict(cache.pool, wanted, share)
+            self.evict(cache.pools[self.tier], wanted, share)
 
-        return not self.ways.quotas.blocks(cache, cost, Tier.HOST, evict)
+        return not self.ways.quotas.blocks(cache, cost, self.tier, evict)
 
     def short(self, cache: Cache, needs: list[int]) -> Code:
         """Why fewer slots came than were needed."""
         cost = sum(n * cache.slot_cost(group) for group, n in enumerate(needs))
-        return Code.OVER_CAP if self.ways.quotas.over(cache, cost, Tier.HOST) else Code.NO_SPACE
+        return Code.OVER_CAP if self.ways.quotas.over(cache, cost, self.tier) else Code.NO_SPACE
 
     async def _within(self, cache: Cache, needs: list[int], deadline: float) -> bool:
         """Wait until they are: what is on its way to disk can go soon."""
-        gone = self.counts["evictions_host"]
+        evicted = f"pages_evicted_{self.name}"
+        gone = self.counts[evicted]
         while not self.fits(cache, needs):
             moving = bool(self.ways.quotas.moving) and asyncio.get_running_loop().time() < deadline
-            if self.counts["evictions_host"] > gone or moving:
-                gone = self.counts["evictions_host"]
+            if self.counts[evicted] > gone or moving:
+                gone = self.counts[evicted]
                 await asyncio.sleep(0)
-            elif not await self.persist.progress(deadline):
+            elif not await self.below.progress(deadline):
                 self.counts["refused_quota"] += 1
                 return False
         return True
 
-    async def _more(self, pool: HostPool, needs: list[int], got: list[array[int]], deadline: float) -> None:
+    async def _more(self, pool: SlotPool, needs: list[int], got: list[array[int]], deadline: float) -> None:
         """Add to `got` until it is what is needed, or nothing helps."""
         loop = asyncio.get_running_loop()
         progress = True
@@ -122,13 +154,13 @@ class Space:
                 if n:
                     got[group].extend(pool.alloc(group, n))
 
-    def ahead(self, pool: HostPool) -> None:
+    def ahead(self, pool: SlotPool) -> None:
         """Where little room is left, make some before it is asked for, a slice at a time."""
         if pool not in self._ahead and any(self._over(pool, self.ways.high_water)):
             self._ahead.add(pool)
             asyncio.get_running_loop().call_soon(self._make_ahead, pool)
 
-    def _make_ahead(self, pool: HostPool) -> None:
+    def _make_ahead(self, pool: SlotPool) -> None:
         """One slice, and another until the low mark is reached or nothing goes."""
         wanted = [min(AHEAD, n) for n in self._over(pool, 2 * self.ways.high_water - 1)]
         if any(wanted) and self.evict(pool, wanted):
@@ -137,9 +169,9 @@ class Space:
         else:
             self._ahead.discard(pool)
 
-    def _over(self, pool: HostPool, share: float) -> list[int]:
+    def _over(self, pool: SlotPool, share: float) -> list[int]:
         """Items of each group beyond that share of its slots; none while there is memory that no pool has."""
-        if share >= 1 or self.host.free_bytes:
+        if share >= 1 or self.memory.free_bytes:
             return []
         return [
             max(0, pool.used(group) - int(pool.capacity(group) * share)) // per_item
@@ -149,16 +181,16 @@ class Space:
     def give_back(self, cache: Cache, got: list[array[int]]) -> None:
         """Slots that were taken and not used."""
         for group, handles in enumerate(got):
-            cache.free_host(group, handles)
+            cache.free(self.tier, group, handles)
 
     # -- eviction --------------------------------------------------------------------------------------------
 
-    def evict(self, pool: HostPool, missing: list[int], share: int = ANY) -> bool:
+    def evict(self, pool: SlotPool, missing: list[int], share: int = ANY) -> bool:
         """Drop cold clean pages until `missing` items per group fit; False when nothing could be dropped.
 
-        A page that no tier but host holds is offered to disk first; where that is refused, it is lost only when there
-        is no copy to drop that disk has too. A group without any slot is not helped by evicting the others' pages.
-        Of one quota, or of all.
+        A page that no slower tier holds is offered to the next one first; where that is refused, it is lost only when
+        there is no copy to drop that such a tier has too. A group without any slot is not helped by evicting pages of
+        the others. Of one quota, or of all.
         """
         order = self.order_of(pool)
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
@@ -169,71 +201,71 @@ class Space:
             if taken is None and not unsaved:
                 break
             index, node = taken or unsaved.pop(0)
-            lo, hi = index.tail(node, Tier.HOST, min(order.policy.share(node), max(left)))
+            lo, hi = index.tail(node, self.tier, min(order.policy.share(node), max(left)))
             if lo == hi:
                 continue
             if taken is not None and self.unsaved_from(index, node, lo, hi) < hi:
                 pages = self._save(index, node)
                 offered += pages
-                if not pages and self.persist.disk is not None:
+                if not pages and self.below.there:
                     unsaved.append(taken)
-                if pages or self.persist.disk is not None:
+                if pages or self.below.there:
                     continue  # held until written; comes back to the order then
             self._drop(index, node, lo, hi, left)
             dropped += hi - lo
         for index, node in unsaved:
-            index.requeue(node, Tier.HOST)
-        self.persist.evictions.batch(Tier.HOST, dropped)
+            index.requeue(node, self.tier)
+        self.persist.evictions.batch(self.tier, dropped)
         return dropped > 0
 
     def _save(self, index: Index, node: Node) -> int:
-        """Offer what is unsaved of a leaf's last run to disk; returns how many pages that takes, 0 for none."""
-        if self.persist.declines(node):
+        """Offer what is unsaved of a leaf's last run to the tier below; how many pages that takes, 0 for none."""
+        if self.below.declines(node):
             return 0
-        lo, hi = index.tail(node, Tier.HOST)
+        lo, hi = index.tail(node, self.tier)
         lo = self.unsaved_from(index, node, lo, hi)
-        return hi - lo if self.persist.offer(self.caches[index], node, node.depth + lo, node.depth + hi) else 0
+        return hi - lo if self.below.offer(self.caches[index], node, node.depth + lo, node.depth + hi) else 0
 
     def _drop(self, index: Index, node: Node, lo: int, hi: int, left: list[int]) -> None:
         """Free the slots of pages [lo, hi), and put the leaf back if something of it lasts."""
         cache = self.caches[index]
-        if self.unsaved_from(index, node, lo, hi) < hi:
+        if self._alone_from(index, node, lo, hi, self.others) < hi:
             self.counts["pages_lost_unsaved"] += hi - lo
-        why = "no room in host"
-        self.persist.evictions.note(index, node, lo, hi, Tier.HOST, why, time.time(), self.ways.now())
-        gone = index.evict(node, lo, hi, Tier.HOST)
+        why = f"no room in {self.name}"
+        self.persist.evictions.note(index, node, lo, hi, self.tier, why, time.time(), self.ways.now())
+        gone = index.evict(node, lo, hi, self.tier)
         cache.release(gone, self.persist.disk)
         for dropped in gone:
-            left[dropped.group] -= len(dropped.handles) * (dropped.tier == Tier.HOST)
-        self.counts["pages_evicted_host"] += hi - lo
+            left[dropped.group] -= len(dropped.handles) * (dropped.tier == self.tier)
+        self.counts[f"pages_evicted_{self.name}"] += hi - lo
         index.settle(node)
-        index.requeue(node, Tier.HOST)
+        index.requeue(node, self.tier)
 
-    @staticmethod
-    def unsaved_from(index: Index, node: Node, lo: int, hi: int) -> int:
-        """First page of [lo, hi) with an item that only host holds; hi when all are saved."""
+    def unsaved_from(self, index: Index, node: Node, lo: int, hi: int) -> int:
+        """First page of [lo, hi) with an item that is here and in no slower tier; hi when all are saved."""
+        return self._alone_from(index, node, lo, hi, self.saved)
+
+    def _alone_from(self, index: Index, node: Node, lo: int, hi: int, others: tuple[Tier, ...]) -> int:
+        """First page of [lo, hi) with an item that is here and in none of the others; hi when there is none."""
         first = hi
         for group in range(index.groups):
-            host = node.handles(Tier.HOST, group)
-            if host is None:
+            here = node.handles(self.tier, group)
+            if here is None:
                 continue
-            disk = node.handles(Tier.DISK, group)
-            only = host[lo:hi] != NO_COPY
-            if disk is not None:
-                only &= disk[lo:hi] == NO_COPY
-            if only.any():
-                first = min(first, lo + int(only.argmax()))
+            only = (here != NO_COPY) & ~node.present(group, others)
+            if only[lo:hi].any():
+                first = min(first, lo + int(only[lo:hi].argmax()))
         return first
 
-    async def _wait_or_steal(self, pool: HostPool, missing: list[int], deadline: float) -> bool:
+    async def _wait_or_steal(self, pool: SlotPool, missing: list[int], deadline: float) -> bool:
         """Get room from elsewhere: what is being written comes free, or another pool gives a slab."""
-        if await self.persist.progress(deadline):
+        if await self.below.progress(deadline):
             return True
         return await self._steal(pool) or await self._regroup(pool, missing)
 
     # -- slabs of other pools -----------------------------------------------------------------------------------
 
-    async def _fair(self, pool: HostPool) -> bool:
+    async def _fair(self, pool: SlotPool) -> bool:
         """Let a pool below its fair share grow before it evicts its own pages; no second try soon after a failure."""
         now = asyncio.get_running_loop().time()
         if not self._poor(pool) or now < self._barren.get(pool, 0.0):
@@ -243,18 +275,18 @@ class Space:
         self._barren[pool] = now + BARREN_S
         return False
 
-    def _poor(self, pool: HostPool) -> bool:
+    def _poor(self, pool: SlotPool) -> bool:
         """Whether a pool has less than its fair share of the budget."""
-        owners = sum(1 for p in self.host.pools if p.total_bytes) + (0 if pool.total_bytes else 1)
-        return pool.total_bytes < self.host.budget_bytes // max(1, owners)
+        owners = sum(1 for p in self.memory.pools if p.total_bytes) + (0 if pool.total_bytes else 1)
+        return pool.total_bytes < self.memory.budget_bytes // max(1, owners)
 
-    async def _steal(self, pool: HostPool) -> bool:
+    async def _steal(self, pool: SlotPool) -> bool:
         """Empty one slab of the richest other pool; True when memory went back to the budget."""
-        donors = sorted((p for p in self.host.pools if p is not pool and p.total_bytes), key=lambda p: -p.total_bytes)
+        donors = sorted((p for p in self.memory.pools if p is not pool and p.total_bytes), key=lambda p: -p.total_bytes)
         for donor in donors:
-            before = self.host.free_bytes
+            before = self.memory.free_bytes
             donor.shed()
-            if self.host.free_bytes > before:
+            if self.memory.free_bytes > before:
                 return True
             if donor.total_bytes <= pool.total_bytes and pool.total_bytes:
                 return False
@@ -264,7 +296,7 @@ class Space:
                     return True
         return False
 
-    async def _regroup(self, pool: HostPool, missing: list[int]) -> bool:
+    async def _regroup(self, pool: SlotPool, missing: list[int]) -> bool:
         """Empty one slab of a group of the same pool that has more than each of those that lack room."""
         slabs = pool.slabs
         share = [sum(s.hi - s.lo for s in slabs if s.group == group) for group in range(len(missing))]
@@ -276,7 +308,7 @@ class Space:
                 return True
         return False
 
-    async def _empty(self, donor: HostPool, slab: Slab) -> bool:
+    async def _empty(self, donor: SlotPool, slab: Slab) -> bool:
         """Evict as many cold pages as the slab holds, then relocate what is left in it."""
         if slab.closed:  # by somebody else who needs room, while this one emptied another
             return False
@@ -285,8 +317,8 @@ class Space:
         needs[slab.group] = slab.used
         try:
             self.evict(donor, needs)
-            for cache in [c for c in self.caches.values() if c.pool is donor]:
-                for node, at, group in _inside(cache, slab):
+            for cache in [c for c in self.caches.values() if c.pools.get(self.tier) is donor]:
+                for node, at, group in self._inside(cache, slab):
                     await self._relocate(cache, node, at, group, slab)
         finally:
             if slab.used:
@@ -299,30 +331,49 @@ class Space:
         node, at = index.locate(node, depth)
         if node.dead or node.refs or at >= node.pages:
             return
-        old = index.get(node, at, Tier.HOST, group)
-        if old == NO_COPY or not _holds(cache, slab, group, old):
+        pool = cache.pools[self.tier]
+        old = index.get(node, at, self.tier, group)
+        if old == NO_COPY or not _holds(pool, slab, group, old):
             return
-        fresh = cache.pool.alloc(group, 1)
+        fresh = pool.alloc(group, 1)
         if not fresh:
             return
         index.lease(node)
-        cache.pool.mark(group, [old], SlotState.RELOCATING)
-        copied = False
+        pool.mark(group, [old], SlotState.RELOCATING)
+        copied = stuck = False
         try:
-            await self.mover.run(
-                copy_items, [(cache.views(group, old), cache.views(group, fresh[0]))], urgency=Urgency.BACKGROUND
-            )
+            move = Move(group, (self.tier, old), (self.tier, fresh[0]))
+            await self.copying.copy(cache, [move], Urgency.BACKGROUND)
             copied = True
+        except Stuck:
+            stuck = True
         finally:
-            cache.pool.mark(group, [old], SlotState.CACHED)
+            pool.mark(group, [old], SlotState.CACHED)
             where, at = index.locate(node, depth)
-            if copied and where.refs == 1 and not where.dead:
-                cache.pool.mark(group, fresh, SlotState.CACHED)
-                cache.pool.free(group, [index.move(where, at, Tier.HOST, group, fresh[0])])
+            if stuck:
+                pool.mark(group, fresh, SlotState.QUARANTINED)
+            elif copied and where.refs == 1 and not where.dead:
+                pool.mark(group, fresh, SlotState.CACHED)
+                pool.free(group, [index.move(where, at, self.tier, group, fresh[0])])
                 self.counts["pages_relocated"] += 1
             else:
-                cache.pool.free(group, fresh)
+                pool.free(group, fresh)
             self.unlease(cache, node)
+
+    def _inside(self, cache: Cache, slab: Slab) -> Iterable[tuple[Node, int, int]]:
+        """(node, page number, group) of every item of the cache with a slot in the slab."""
+        out: list[tuple[Node, int, int]] = []
+        pool = cache.pools[self.tier]
+        for node in cache.index.walk():
+            held = node.handles(self.tier, slab.group)
+            if held is not None:
+                found = np.flatnonzero(held != NO_COPY)
+                out += [
+                    (node, node.depth + int(at), slab.group)
+                    for at in found
+                    if _holds(pool, slab, slab.group, int(held[at]))
+                ]
+        return out
 
     @contextlib.contextmanager
     def leased(self, cache: Cache, *nodes: Node) -> Iterator[None]:
@@ -342,21 +393,6 @@ class Space:
         cache.release(cache.index.unlease(node), self.persist.disk)
 
 
-def _inside(cache: Cache, slab: Slab) -> Iterable[tuple[Node, int, int]]:
-    """(node, page number, group) of every item of the cache with a slot in the slab."""
-    out: list[tuple[Node, int, int]] = []
-    for node in cache.index.walk():
-        held = node.handles(Tier.HOST, slab.group)
-        if held is not None:
-            found = np.flatnonzero(held != NO_COPY)
-            out += [
-                (node, node.depth + int(at), slab.group)
-                for at in found
-                if _holds(cache, slab, slab.group, int(held[at]))
-            ]
-    return out
-
-
-def _holds(cache: Cache, slab: Slab, group: int, handle: int) -> bool:
+def _holds(pool: SlotPool, slab: Slab, group: int, handle: int) -> bool:
     """Whether one of the item's slots is in the slab."""
-    return any(slab.lo <= address < slab.hi for address in cache.pool.offsets(group, [handle]))
+    return any(slab.lo <= address < slab.hi for address in pool.offsets(group, [handle]))

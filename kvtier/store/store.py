@@ -35,6 +35,7 @@ from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.upkeep import Upkeep
 from kvtier.store.visits import Visits
+from kvtier.store.vram import DeviceMemory
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -60,8 +61,9 @@ class Store:
         version: str = "",
         scrub_bytes_s: float = 0.0,
         ways: Ways | None = None,
+        device: DeviceMemory | None = None,
     ) -> None:
-        self.parts = Parts(host, disk, ways)
+        self.parts = Parts(host, disk, ways, device)
         self.cap(cap)
         self.version = version
         self.tokens = Tokens(self.parts)
@@ -102,6 +104,7 @@ class Store:
             wire.Store: self.regions.store,
             wire.Flush: self.flush,
             wire.Stat: lambda _, msg: self.report.stat(msg),
+            wire.UseDevice: self.use_device,
         }
         self.admin: Mapping[type[wire.Message], AdminVerb] = {
             wire.Status: self.report.status,
@@ -147,6 +150,8 @@ class Store:
             self._background.append(loop.create_task(self.parts.warmth.run()))
         if self.parts.peers is not None:
             self.parts.peers.start()
+        if self.parts.vram is not None:
+            self.parts.vram.start()
         return self.loading
 
     def join_fleet(self, tier: PeerTier) -> None:
@@ -155,9 +160,11 @@ class Store:
 
     def cap(self, share: float) -> None:
         """The share of host that an instance may hold, from now on; what is held beyond it stays."""
+        vram = self.parts.vram
         self.cap_bytes = int(self.parts.host.budget_bytes * share)
+        self.device_cap = int(vram.tier.budget_bytes * share) if vram is not None else 0
         for instance in self.parts.instances.values():
-            instance.cap_bytes = self.cap_bytes
+            instance.cap_bytes, instance.device_cap = self.cap_bytes, self.device_cap
 
     def limit(self, quotas: Sequence[Rule]) -> None:
         """Other quotas from now on; what is stored comes under them within moments."""
@@ -195,7 +202,7 @@ class Store:
         if len(scope) > wire.MAX_NAME:
             raise bad("scope", f"at most {wire.MAX_NAME} characters", scope)
         full = f"uid:{peer.uid}" + (f":{scope}" if scope else "")
-        return self.parts.instances.get((full, name)) or Instance(name, full, self.cap_bytes)
+        return self.parts.instances.get((full, name)) or Instance(name, full, self.cap_bytes, self.device_cap)
 
     def leave(self, process: Process, clean: bool) -> None:
         """Its connection closed: with Bye it is gone at once, else when its pidfd says so."""
@@ -220,6 +227,8 @@ class Store:
             # One process that lost its connection and came back: nobody else was told what it held.
             self._return(instance, min(other.born for other in instance.processes))
         self.commits.process_gone(process)
+        if all(other.peer.pid != process.peer.pid for other in instance.processes):
+            self.regions.kv.owner_gone(instance, process.peer.pid)
 
     def unheard(self, process: Process, numbers: list[int]) -> None:
         """What was given in replies that never came: nobody knows of it, so it returns."""
@@ -245,6 +254,28 @@ class Store:
             raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
         return self.regions.register(instance, msg, fd, peer.pid)
 
+    async def register_kv(self, msg: wire.RegisterKv, fds: Sequence[int], peer: Any) -> wire.Registered:
+        """A process of an attached instance shares its own paged KV in device memory."""
+        instance = self._instance(msg.instance, msg.scope, peer)
+        if not instance.processes:
+            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        return await self.regions.kv.register(instance, msg, fds, peer.pid)
+
+    async def map_device(self, msg: wire.MapDevice, peer: Any) -> tuple[wire.DeviceMapped, int]:
+        """Tell a process of an attached instance how to map the device's memory; the descriptor stays the store's."""
+        instance = self._instance(msg.instance, msg.scope, peer)
+        if not instance.processes:
+            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        if self.parts.vram is None:
+            raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
+        return await self.parts.vram.map(instance.scope)
+
+    def use_device(self, process: Process, msg: wire.UseDevice) -> wire.Ok:
+        """A process shows that it maps the device's memory."""
+        if self.parts.vram is None:
+            raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
+        return self.parts.vram.use(process, msg)
+
     async def drain(self, timeout_s: float) -> None:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
@@ -257,10 +288,18 @@ class Store:
         await asyncio.wait(self._background)
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
+            if self.parts.vram is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline):
+                        await self.parts.vram.settle(list(self.parts.caches.values()))
             await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.parts.warmth.save()
+        if self.parts.closing:
+            await asyncio.wait(self.parts.closing)
+        if self.parts.vram is not None:
+            await self.parts.vram.close()
         self.parts.close()
 
     # -- caches ----------------------------------------------------------------------------------------------------
@@ -336,7 +375,10 @@ class Store:
         return await self._flush(list(self.parts.caches.values()), msg.wait_ms)
 
     async def _flush(self, caches: list[Cache], wait_ms: int) -> wire.Ok:
-        reason = await self.parts.persist.flush([c for c in caches if not c.retired], self.parts.deadline(wait_ms))
+        deadline = self.parts.deadline(wait_ms)
+        if self.parts.vram is not None and (late := await self.parts.vram.flush(caches, deadline)):
+            raise KvtierError(Code.NO_SPACE, late)
+        reason = await self.parts.persist.flush([c for c in caches if not c.retired], deadline)
         if reason:
             raise flush_error(reason)
         return wire.Ok()

@@ -107,6 +107,11 @@ class Arena:
         if not huge and size >= HUGE_BYTES:
             self._advise_huge(mapping)
 
+    @property
+    def address(self) -> int:
+        """Where it begins in this process."""
+        return int(self.data.ctypes.data)
+
     def fault(self, lo: int, hi: int) -> None:
         """Back [lo, hi) with memory charged to this process, contents unchanged; blocks. Raises OSError."""
         base = self.data.ctypes.data

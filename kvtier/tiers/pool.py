@@ -6,15 +6,15 @@ import bisect
 import heapq
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.identity import Shape
 from kvtier.tiers.slab import ARENA_SHIFT, OFFSET_MASK, Addresses, Slab, SlotState
-from kvtier.tiers.space import HostSpace
+from kvtier.tiers.space import HostSpace, Plot
 from kvtier.types import NO_COPY
 
 LISTED: Final = 1 << 62
@@ -83,20 +83,52 @@ class _Group:
         return found
 
 
-class HostPool:
-    """Slots of the caches of one (scope, shape), in slabs taken from the budget when needed.
+class Span(NamedTuple):
+    """Bytes at a raw address, which a device's copies take."""
+
+    address: int
+    bytes: int
+
+
+class Placed(Protocol):
+    """An arena as far as pools need it."""
+
+    @property
+    def number(self) -> int:
+        """The upper bits of its slots' addresses."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins in this process, or on its device."""
+
+
+class Budget(Protocol):
+    """Where a pool's slabs come from."""
+
+    def arenas(self, scope: str) -> Sequence[Placed]:
+        """The scope's arenas."""
+
+    def take(self, scope: str, want: int, least: int) -> Plot | None:
+        """A range of `want` bytes, or of what is left but at least `least`; or None."""
+
+    def give(self, plot: Plot) -> None:
+        """Take the range of a slab back."""
+
+
+class SlotPool:
+    """Slots of the caches of one (scope, shape), in slabs taken from a tier's budget when needed.
 
     A handle of an item of one slot is the slot's address: arena number << 44 | byte offset. An item of several
     slots has its first slot's address with bit 62 set. Capacities and counts are in slots.
     """
 
-    def __init__(self, scope: str, shape: Shape, slab_bytes: int, space: HostSpace) -> None:
+    def __init__(self, scope: str, shape: Shape, slab_bytes: int, space: Budget) -> None:
         self.scope = scope
         self.shape = shape
         self.slab_bytes = slab_bytes
         self._space = space
-        self._data: list[npt.NDArray[np.uint8]] = []
-        """What the scope's arenas map, while there are slabs."""
+        self._bases: dict[int, int] = {}
+        """Where the scope's arenas begin, while there are slabs."""
         sizes = zip(shape.slot_bytes, shape.slots_per_item, strict=True)
         self._groups = [_Group(number, size, per_item) for number, (size, per_item) in enumerate(sizes)]
 
@@ -165,31 +197,14 @@ class HostPool:
         rows = [none if handle == NO_COPY else one.items[handle] for handle in handles]
         return np.concatenate(rows) if rows else np.empty(0, np.int64)
 
-    def views(self, group: int, handle: int, item_bytes: int) -> list[npt.NDArray[np.uint8]]:
-        """Writable views of the item's slots, in order, `item_bytes` in total."""
-        if 0 <= handle < LISTED:
-            at = handle & OFFSET_MASK
-            return [self._data[handle >> ARENA_SHIFT][at : at + item_bytes]]
+    def spans(self, group: int, handle: int, item_bytes: int) -> list[Span]:
+        """The item's slots as raw addresses, in order, `item_bytes` in total."""
         one = self._groups[group]
         found = []
-        for address in one.items[handle].tolist():
-            at = address & OFFSET_MASK
+        for address in [handle] if handle < LISTED else one.items[handle].tolist():
             size = min(one.slot_bytes, item_bytes)
-            found.append(self._data[address >> ARENA_SHIFT][at : at + size])
+            found.append(Span(self._bases[address >> ARENA_SHIFT] + (address & OFFSET_MASK), size))
             item_bytes -= size
-        return found
-
-    def blocks(self, group: int, handles: array[int], most_bytes: int) -> list[npt.NDArray[np.uint8]]:
-        """Slots of items of one slot, in order: views of as many as lie one after another, up to `most_bytes` each."""
-        size, most = self.shape.slot_bytes[group], max(1, most_bytes // self.shape.slot_bytes[group])
-        addresses = np.frombuffer(handles, np.int64)
-        cuts = np.flatnonzero(np.diff(addresses) != size) + 1
-        found = []
-        for lo, hi in itertools.pairwise([0, *cuts.tolist(), len(addresses)]):
-            for first in range(lo, hi, most):
-                address, count = int(addresses[first]), min(most, hi - first)
-                at = address & OFFSET_MASK
-                found.append(self._data[address >> ARENA_SHIFT][at : at + count * size])
         return found
 
     def close_slab(self, slab: Slab) -> None:
@@ -279,8 +294,8 @@ class HostPool:
         plot = self._space.take(self.scope, max(self.slab_bytes, one.slot_bytes), least)
         if plot is None:
             return None
-        if not self._data:
-            self._data = [arena.data for arena in self._space.arenas(self.scope)]
+        if not self._bases:
+            self._begin()
         slab = Slab(plot, one.number, one.slot_bytes)
         one.slabs[slab.lo] = slab
         bisect.insort(one.lows, slab.lo)
@@ -293,4 +308,58 @@ class HostPool:
         one.lows.remove(slab.lo)
         self._space.give(slab.plot)
         if not any(each.slabs for each in self._groups):
-            self._data = []  # the arenas may be closed
+            self._end()
+
+    def _begin(self) -> None:
+        """There is a first slab: the arenas stay while there is one."""
+        self._bases = {arena.number: arena.address for arena in self._space.arenas(self.scope)}
+
+    def _end(self) -> None:
+        """There is no slab any more: the arenas may be closed."""
+        self._bases = {}
+
+
+class HostPool(SlotPool):
+    """Slots in host memory, which this process reads and writes too."""
+
+    def __init__(self, scope: str, shape: Shape, slab_bytes: int, space: HostSpace) -> None:
+        super().__init__(scope, shape, slab_bytes, space)
+        self._host = space
+        self._data: list[npt.NDArray[np.uint8]] = []
+
+    def views(self, group: int, handle: int, item_bytes: int) -> list[npt.NDArray[np.uint8]]:
+        """Writable views of the item's slots, in order, `item_bytes` in total."""
+        if 0 <= handle < LISTED:
+            at = handle & OFFSET_MASK
+            return [self._data[handle >> ARENA_SHIFT][at : at + item_bytes]]
+        one = self._groups[group]
+        found = []
+        for address in one.items[handle].tolist():
+            at = address & OFFSET_MASK
+            size = min(one.slot_bytes, item_bytes)
+            found.append(self._data[address >> ARENA_SHIFT][at : at + size])
+            item_bytes -= size
+        return found
+
+    def blocks(self, group: int, handles: array[int], most_bytes: int) -> list[npt.NDArray[np.uint8]]:
+        """Slots of items of one slot, in order: views of as many as lie one after another, up to `most_bytes` each."""
+        size, most = self.shape.slot_bytes[group], max(1, most_bytes // self.shape.slot_bytes[group])
+        addresses = np.frombuffer(handles, np.int64)
+        cuts = np.flatnonzero(np.diff(addresses) != size) + 1
+        found = []
+        for lo, hi in itertools.pairwise([0, *cuts.tolist(), len(addresses)]):
+            for first in range(lo, hi, most):
+                address, count = int(addresses[first]), min(most, hi - first)
+                at = address & OFFSET_MASK
+                found.append(self._data[address >> ARENA_SHIFT][at : at + count * size])
+        return found
+
+    def _begin(self) -> None:
+        """There is a first slab."""
+        super()._begin()
+        self._data = [arena.data for arena in self._host.arenas(self.scope)]
+
+    def _end(self) -> None:
+        """There is no slab any more."""
+        super()._end()
+        self._data = []

@@ -40,7 +40,8 @@ class Slab:
         self.group = group
         self.slot_bytes = slot_bytes
         self.slots = (plot.hi - plot.lo) // slot_bytes
-        self.lo = plot.ground.arena.number << ARENA_SHIFT | plot.lo
+        number: int = plot.ground.arena.number
+        self.lo = number << ARENA_SHIFT | plot.lo
         self.hi = self.lo + self.slots * slot_bytes
         self.closed = False
         self.counts: Addresses = np.zeros(len(SlotState), np.int64)

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvtier.tiers.arena import CHUNK_BYTES, HUGE_BYTES, NODES, Arena, Node, cpu_nodes, free_huge_bytes, grain
 from kvtier.tiers.extents import Extents
@@ -33,7 +33,8 @@ class Ground:
 class Plot(NamedTuple):
     """A byte range of one arena."""
 
-    ground: Ground
+    ground: Any
+    """The arena's address space, as the tier's own budget keeps it; its `arena` has a number."""
     lo: int
     hi: int
 

@@ -1,0 +1,101 @@
+"""The daemon's device memory as this process sees it: mapped once a connection, and shown to be the daemon's."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+from typing import Any, Final, Protocol, cast
+
+import numpy as np
+
+from kvtier import wire
+from kvtier.client.link import Away, Borrow, Call, Identity, Join, Joined, Steps
+from kvtier.types import Code, KvtierError
+
+TOKEN_BYTES: Final = 16
+FENCE_S: Final = 10.0
+"""So long a device may take for what it reads or writes of slots that are given back."""
+
+
+class Reached(Protocol):
+    """An event of a stream (kvtier.device.base.Event)."""
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        """Block until all work before it has ended, or for so long; whether it has."""
+
+
+def fence(event: Reached | None, timeout_s: float) -> None:
+    """Wait until the device is done with slots that are about to be given back. Raises KvtierError(io)."""
+    if event is not None and not event.synchronize(timeout_s):
+        raise KvtierError(Code.IO, f"the device has not done it within {timeout_s} s: its slots stay held")
+
+
+class MappedDevice:
+    """Whether this client reads device memory, and why not."""
+
+    def __init__(self, who: Identity) -> None:
+        self._who = who
+        self.wanted = False
+        self.reason = "not asked for"
+        """Why addresses in device memory do not come; empty where they do."""
+
+    def entering(self, joined: Joined) -> Steps[None]:
+        """Map the memory for a new connection; without it everything is read from host."""
+        if not self.wanted:
+            return
+        self.reason = "the daemon is away"
+        try:
+            told, fds = cast(
+                "tuple[wire.DeviceMapped, list[int]]",
+                (yield Borrow(wire.MapDevice(self._who.instance, self._who.scope), wire.DeviceMapped)),
+            )
+            token = _map(joined, told, fds)
+            yield Call(joined, wire.UseDevice(token), wire.Ok)
+        except (Away, KvtierError) as exc:
+            self.reason = str(exc)
+            joined.arenas.forget(joined.device)
+            joined.device = -1
+        else:
+            self.reason = ""
+
+    def mapping(self) -> Steps[bool]:
+        """Ask for it from now on; whether this connection has it."""
+        self.wanted = True
+        joined = cast("Joined", (yield Join()))
+        if joined.device < 0:
+            yield from self.entering(joined)
+        return joined.device >= 0
+
+
+def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
+    """Map what the daemon told of; the token found there. Raises io, bad_request."""
+    try:
+        token = (_map_gpu if any(told.exported.uuid) else _map_host)(joined, told, fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    joined.device = told.arena
+    return token
+
+
+def _map_host(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
+    """The CPU is in the GPU's place: the memory is behind a descriptor."""
+    try:
+        mapped = mmap.mmap(fds[0], told.exported.allocation)
+    except (OSError, ValueError, IndexError) as exc:
+        raise KvtierError(Code.IO, f"cannot map the daemon's device memory: {exc}") from None
+    mapped.madvise(mmap.MADV_DONTFORK)
+    row = np.frombuffer(mapped, np.uint8)[told.exported.offset :]
+    joined.arenas.add(told.arena, mapped, row[: told.size])
+    return row[told.size :][:TOKEN_BYTES].tobytes()
+
+
+def _map_gpu(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
+    """GPU memory: this process has only its address."""
+    ipc: Any = importlib.import_module("kvtier.device.ipc")
+    cuda: Any = importlib.import_module("kvtier.device.cuda")
+    mappings = ipc.Mappings(cuda.CudaDriver())
+    opened = mappings.open(joined.welcome.session, told.exported, fds[0] if fds else -1)
+    joined.arenas.place(told.arena, opened.address, told.size, lambda: mappings.close(opened))
+    return bytes(cuda.read(opened.address + told.size, TOKEN_BYTES))

@@ -1,0 +1,364 @@
+"""Carries bytes to, from and within device memory: one thread has the device, the loop never waits for it.
+
+Work is queued on streams; the thread looks at events and tells the loop when one is reached. What is not done by its
+deadline never will be, as far as anybody knows: the carrier is sick then, moves nothing more, and whoever waited is
+told `Stuck`, because the device may still write where it was told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvtier.device.base import Device, Event, Pinned, Shared, Stream
+from kvtier.device.ipc import ADVICE
+from kvtier.device.ops import SUM_FROM, summed
+from kvtier.device.shuttle import Transfer
+from kvtier.mover import Urgency, drained
+from kvtier.tiers.pool import Span
+from kvtier.types import Code, KvtierError
+
+DEADLINE_S: Final = 10.0
+"""A batch of at most some 8 MiB that takes longer is stuck."""
+OPEN_S: Final = 60.0
+"""A driver that does not come up in this time is none."""
+POLL_S: Final = 2e-4
+FLYING: Final = 8
+"""Batches that the device has at once: enough to keep it busy, few enough for an urgent one to be next."""
+WAITING: Final = 4096
+SCRATCH_BYTES: Final = 1 << 20
+SUMMED: Final = 4096
+"""Slots that one kernel sums."""
+
+T = TypeVar("T")
+Lists = Sequence[Sequence[Span]]
+
+
+class Stuck(KvtierError):  # noqa: N818 - what the device is
+    """The device did not do it, or failed half-way: it may still write to the targets, which nobody may use again."""
+
+
+class Streams(NamedTuple):
+    """One for each use, so that none waits for another."""
+
+    load: Stream
+    back: Stream
+
+
+Begin = Callable[["Carrier", Stream], Event | None]
+
+
+class Batch:
+    """One thing to do: `begin` queues it on a stream, or on others and gives their event; `end` gives its result."""
+
+    def __init__(self, begin: Begin, end: Callable[[Carrier], Any], future: asyncio.Future[Any]) -> None:
+        self.begin = begin
+        self.end = end
+        self.future = future
+        self.event: Event | None = None
+        self.late = 0.0
+
+
+class Carrier:
+    """One device. `sick` says why nothing moves any more; a device that never came up is sick from the beginning."""
+
+    def __init__(self, make: Callable[[], Device], shared_bytes: int, *, deadline_s: float = DEADLINE_S) -> None:
+        """Opens the device and takes `shared_bytes` of its memory, which is `shared`. Blocks."""
+        self.sick = ""
+        self.name = ""
+        self.uuid = b""
+        self.shared: Shared | None = None
+        self.on_sick: Callable[[], None] | None = None
+        """Called by the thread when the device failed."""
+        self._make = make
+        self._size = shared_bytes
+        self._deadline_s = deadline_s
+        self._queues: tuple[deque[Batch], deque[Batch]] = (deque(), deque())
+        self._flying: deque[Batch] = deque()
+        self._changed = threading.Condition()
+        self._summing = asyncio.Lock()
+        self._closing = False
+        self._opened = threading.Event()
+        self.scratch: Pinned
+        self._thread = threading.Thread(target=self._run, name="kvtier-device", daemon=True)
+        self._thread.start()
+        if not self._opened.wait(OPEN_S):
+            self.sick = f"the device did not open within {OPEN_S:.0f} s"
+
+    @property
+    def waiting(self) -> int:
+        """Batches that are not done."""
+        return len(self._queues[0]) + len(self._queues[1]) + len(self._flying)
+
+    # -- on the loop -----------------------------------------------------------------------------------------------
+
+    async def copy(self, pairs: Sequence[tuple[Sequence[Span], Sequence[Span]]], urgency: Urgency) -> None:
+        """Copy items: (source, target) spans each. Raises busy, io, Stuck."""
+        await self.do(functools.partial(_copy, pairs), _nothing, urgency)
+
+    async def checksums(self, items: Lists, urgency: Urgency) -> list[int]:
+        """xxh3-64 of items in device memory, by the device where it can. Raises busy, io, Stuck."""
+        size = items[0][0].bytes if items else 0
+        same = _summable(size) and all(len(spans) == 1 and spans[0].bytes == size for spans in items)
+        async with self._summing:  # one scratch memory for all
+            if same:
+                return await self._sums([spans[0].address for spans in items], size, urgency)
+            return [await self._digest(spans, urgency) for spans in items]
+
+    async def _sums(self, slots: list[int], size: int, urgency: Urgency) -> list[int]:
+        """Sums of slots by the device's kernel."""
+        out: list[int] = []
+        for at in range(0, len(slots), SUMMED):
+            part = np.array(slots[at : at + SUMMED], np.uint64)
+            out += await self.do(functools.partial(_sum, part, size), functools.partial(_read, len(part)), urgency)
+        return out
+
+    async def _digest(self, spans: Sequence[Span], urgency: Urgency) -> int:
+        """The sum of one item of any shape, fetched piece by piece."""
+        state = xxhash.xxh3_64()
+        for span in spans:
+            for at in range(0, span.bytes, SCRATCH_BYTES):
+                piece = Span(span.address + at, min(SCRATCH_BYTES, span.bytes - at))
+                await self.do(functools.partial(_fetch, piece), functools.partial(_update, state, piece.bytes), urgency)
+        return state.intdigest()
+
+    async def call(self, work: Callable[[Device], T], urgency: Urgency = Urgency.ENGINE) -> T:
+        """What the thread gets from a call that queues nothing; its refusal is the caller's. Raises io when sick."""
+        box: list[Any] = []
+
+        def begin(carrier: Carrier, _stream: Stream) -> None:
+            try:
+                box.append(work(carrier.device))
+            except KvtierError as exc:
+                box.append(exc)
+
+        result: T = await self.do(begin, lambda _: box[0], urgency)
+        return result
+
+    async def transfer(self, start: Callable[[], Transfer], urgency: Urgency) -> None:
+        """Have a shuttle move pages. Raises bad_request and busy before anything was queued, io, Stuck."""
+        box: list[Any] = []
+
+        def begin(_carrier: Carrier, _stream: Stream) -> Event | None:
+            try:
+                box.append(start())
+            except KvtierError as exc:
+                if exc.code not in {Code.BAD_REQUEST, Code.BUSY}:
+                    raise
+                box.append(exc)
+                return None
+            event: Event = box[0].done
+            return event
+
+        def end(_carrier: Carrier) -> Any:
+            if isinstance(box[0], Exception):
+                return box[0]
+            box[0].settled()
+            return None
+
+        await self.do(begin, end, urgency)
+
+    async def probe(self, address: int, token: bytes) -> None:
+        """Read back what another process says is in its memory. Raises io, with advice, where it is something else."""
+        state = xxhash.xxh3_64()
+        async with self._summing:
+            piece = Span(address, len(token))
+            await self.do(
+                functools.partial(_fetch, piece), functools.partial(_update, state, len(token)), Urgency.ENGINE
+            )
+        if state.intdigest() != xxhash.xxh3_64_intdigest(token):
+            raise KvtierError(Code.IO, f"the engine's GPU memory is mapped here but shows other bytes; {ADVICE}")
+
+    async def write(self, where: Span, data: bytes) -> None:
+        """Put a few bytes into device memory. Raises busy, io, Stuck."""
+        async with self._summing:
+            await self.do(functools.partial(_put, where, data), _nothing, Urgency.ENGINE)
+
+    async def do(self, begin: Begin, end: Callable[[Carrier], Any], urgency: Urgency) -> Any:
+        """Have the thread queue work, and wait for its result. Raises busy, io, Stuck.
+
+        A cancelled caller is let go only when no byte moves any more.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        with self._changed:
+            if self.sick or self._closing:
+                raise KvtierError(Code.IO, self.sick or "closing")
+            queue = self._queues[int(urgency is Urgency.BACKGROUND)]
+            if len(queue) >= WAITING:
+                raise KvtierError(Code.BUSY, f"{WAITING} batches wait for the device")
+            queue.append(Batch(begin, end, future))
+            self._changed.notify()
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await drained(future)
+            raise
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what the device does, give its memory back; a sick one keeps it."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not threading.current_thread() and self._opened.is_set():
+            self._thread.join(self._deadline_s + 1.0)
+        if self.shared is not None and self.shared.fd >= 0:
+            os.close(self.shared.fd)
+            self.shared = self.shared._replace(fd=-1)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Have the device until closing, or until it is sick."""
+        try:
+            self.device = self._make()
+            self.name, self.uuid = self.device.facts.name, self.device.facts.uuid
+            self.shared = self.device.share(self._size)
+            self.scratch = self.device.pin(SCRATCH_BYTES)
+            self._streams = Streams(self.device.stream(urgent=True), self.device.stream())
+        except Exception as exc:  # noqa: BLE001 - whatever a driver says, the daemon goes on without
+            self.sick = str(exc) or type(exc).__name__
+        self._opened.set()
+        while not self.sick and self._turn():
+            pass
+        self._fall()
+        if not self.sick and self.shared is not None:
+            with contextlib.suppress(KvtierError):
+                self.scratch.free()
+                self.shared.memory.free()
+
+    def _turn(self) -> bool:
+        """Queue what waits, see what is done; False when closing and nothing flies."""
+        with self._changed:
+            while not self._flying and not self._closing and not any(self._queues):
+                self._changed.wait()
+            if self._closing and not self._flying:
+                return False
+            fresh = self._next()
+        try:
+            if fresh is not None:
+                self._begin(*fresh)
+            if self._flying:
+                self._look()
+        except Exception as exc:  # noqa: BLE001 - whatever it is, somebody waits for what was queued
+            self.sick = str(exc) or type(exc).__name__
+        return True
+
+    def _next(self) -> tuple[Batch, Stream] | None:
+        """The most urgent batch, where another may fly (the lock is held)."""
+        if len(self._flying) >= FLYING or self._closing:
+            return None
+        for queue, stream in zip(self._queues, self._streams, strict=True):
+            if queue:
+                return queue.popleft(), stream
+        return None
+
+    def _begin(self, batch: Batch, stream: Stream) -> None:
+        """Queue a batch on a stream."""
+        self._flying.append(batch)
+        batch.late = time.monotonic() + self._deadline_s
+        batch.event = batch.begin(self, stream) or stream.record()
+
+    def _look(self) -> None:
+        """Wait a little for the oldest batch, and hand over all that are done."""
+        oldest = self._flying[0]
+        assert oldest.event is not None
+        reached = oldest.event.synchronize(POLL_S)
+        done = [b for b in self._flying if (b is oldest and reached) or (b is not oldest and b.event and b.event.done)]
+        for batch in done:
+            self._flying.remove(batch)
+            _tell(batch.future, batch.end(self))
+        if self._flying and time.monotonic() > self._flying[0].late:
+            self.sick = f"the device did not move a batch within {self._deadline_s:.1f} s"
+
+    def _fall(self) -> None:
+        """Closing or sick: let everybody go who waits."""
+        with self._changed:
+            queued = [batch for queue in self._queues for batch in queue]
+            for queue in self._queues:
+                queue.clear()
+            self._closing = True
+        for batch in queued:
+            _tell(batch.future, KvtierError(Code.IO, self.sick or "closing"))
+        for batch in self._flying:
+            _tell(batch.future, Stuck(Code.IO, self.sick))
+        self._flying.clear()
+        if self.sick and self.on_sick is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.on_sick()
+
+
+def _tell(future: asyncio.Future[Any], result: Any) -> None:
+    """Give the loop a result, or an error."""
+
+    def deliver() -> None:
+        if future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        future.get_loop().call_soon_threadsafe(deliver)
+
+
+def _copy(pairs: Sequence[tuple[Sequence[Span], Sequence[Span]]], carrier: Carrier, stream: Stream) -> None:
+    """Queue copies, slot by slot; neighbours on both sides at once."""
+    targets: list[int] = []
+    sources: list[int] = []
+    sizes: list[int] = []
+    for source, target in pairs:
+        for ours, theirs in zip(source, target, strict=True):
+            if targets and targets[-1] + sizes[-1] == theirs.address and sources[-1] + sizes[-1] == ours.address:
+                sizes[-1] += ours.bytes
+                continue
+            sources.append(ours.address)
+            targets.append(theirs.address)
+            sizes.append(ours.bytes)
+    carrier.device.copies(targets, sources, sizes, stream)
+
+
+def _nothing(_carrier: Carrier) -> None:
+    """A copy has no result."""
+
+
+def _summable(size: int) -> bool:
+    """Whether devices sum items of that size."""
+    return size >= SUM_FROM and size % 8 == 0
+
+
+def _sum(slots: npt.NDArray[np.uint64], size: int, carrier: Carrier, stream: Stream) -> None:
+    """Queue the kernel that sums slots."""
+    carrier.device.launch(summed(slots, size, carrier.scratch.address), stream)
+
+
+def _read(count: int, carrier: Carrier) -> list[int]:
+    """What it found."""
+    return [int(value) for value in carrier.scratch.data[: 8 * count].view(np.uint64)]
+
+
+def _fetch(piece: Span, carrier: Carrier, stream: Stream) -> None:
+    """Queue a copy to the scratch memory."""
+    carrier.device.copies([carrier.scratch.address], [piece.address], [piece.bytes], stream)
+
+
+def _put(where: Span, data: bytes, carrier: Carrier, stream: Stream) -> None:
+    """Queue a copy of bytes by way of the scratch memory."""
+    carrier.scratch.data[: len(data)] = np.frombuffer(data, np.uint8)
+    carrier.device.copies([where.address], [carrier.scratch.address], [len(data)], stream)
+
+
+def _update(state: xxhash.xxh3_64, size: int, carrier: Carrier) -> None:
+    """Add what is there now to a sum."""
+    state.update(carrier.scratch.data[:size].data)

@@ -1,0 +1,163 @@
+"""The verb reserve of token caches: slots for pages of a path, in host or in device memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Awaitable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.index.node import LOCAL
+from kvtier.store.cache import Cache
+from kvtier.store.instance import Path, Process
+from kvtier.store.parts import Parts
+from kvtier.store.reserve import SETTLED, Reservation
+from kvtier.store.space import Space
+from kvtier.types import NO_COPY, Code, Kind, Tier, bad
+from kvtier.wire import Items, Reserve, Reserved, Want
+
+Mask = NDArray[np.bool_]
+
+
+class Ask(NamedTuple):
+    """One request for slots."""
+
+    process: Process
+    path: Path
+    msg: Reserve
+    wanted: list[Mask]
+    """Per group, which of the pages are asked for."""
+    space: Space
+
+
+class Reserving:
+    """Reservations over radix caches."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def reserve(self, process: Process, msg: Reserve) -> Reserved | Awaitable[Reserved]:
+        """Slots for pages of a path; waits only when room must be made."""
+        self.parts.tally.settle()
+        path = process.instance.path(msg.handle)
+        cache = path.cache
+        total = len(path.keys) // cache.index.stride
+        if msg.pages < 1 or msg.start < 0 or msg.start + msg.pages > total:
+            raise bad("pages", f"a range within the {total} pages of the handle", (msg.start, msg.pages))
+        wanted = _wanted(cache, msg)
+        deadline = self.parts.deadline(msg.wait_ms)
+        if cache.retired:
+            return Reserved(0, 0, refused=Code.UNKNOWN)
+        space = self._space(process, cache, device=msg.device)
+        if space is None or not space.memory.budget_bytes:
+            return Reserved(0, 0, refused=Code.NO_SPACE)
+        ask = Ask(process, path, msg, wanted, space)
+        needs = self._needs(ask)
+        if space.fits(cache, needs):
+            got = [cache.pools[space.tier].alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
+            if all(len(have) == n for have, n in zip(got, needs, strict=True)):
+                return self._fill(ask, got, "")
+            space.give_back(cache, got)
+        return self._reserve_later(ask, needs, deadline)
+
+    def _space(self, process: Process, cache: Cache, *, device: bool) -> Space | None:
+        """Where the slots come from; None where there is no such tier (any more) for this cache. Raises bad_request."""
+        if not device:
+            return self.parts.space
+        if not process.device:
+            raise bad("device", "a process that said UseDevice")
+        vram = self.parts.vram
+        ready = vram is not None and vram.state == "ready" and Tier.DEVICE in cache.pools
+        return vram.space if vram is not None and ready else None
+
+    async def _reserve_later(self, ask: Ask, needs: list[int], deadline: float) -> Reserved:
+        cache, space = ask.path.cache, ask.space
+        got = await space.take(cache, needs, deadline)
+        if cache.retired or ask.process.instance.gone:
+            space.give_back(cache, got)
+            return Reserved(0, 0, refused=Code.UNKNOWN)
+        return self._fill(ask, got, space.short(cache, needs))
+
+    def _needs(self, ask: Ask) -> list[int]:
+        """Items per group to allocate: what is wanted, not there yet, and within the instance's cap."""
+        cache = ask.path.cache
+        lack = self._lacking(cache, ask.path.keys, ask.msg.start, ask.wanted)
+        cost = sum(m.astype(np.int64) * cache.slot_cost(g) for g, m in enumerate(lack))
+        fits = int(np.searchsorted(np.cumsum(cost), ask.process.instance.room(ask.space.tier), side="right"))
+        return [int(m[:fits].sum()) for m in lack]
+
+    @staticmethod
+    def _lacking(cache: Cache, keys: bytes, start: int, wanted: list[Mask]) -> list[Mask]:
+        """Per group and page: wanted and not cached."""
+        pages = len(wanted[0])
+        index = cache.radix
+        node, end = index.deepest(keys[: (start + pages) * index.stride])
+        have = max(0, end - start)
+        out = []
+        for group, mask in enumerate(wanted):
+            lack = mask.copy()
+            if have:
+                for tier in LOCAL:
+                    held = np.frombuffer(cache.gather(node, group, start, have, tier), np.int64)
+                    lack[:have] &= held == NO_COPY
+            out.append(lack)
+        return out
+
+    def _fill(self, ask: Ask, got: list[array[int]], short: str) -> Reserved:
+        """Make the reservation of as many leading pages as the slots cover."""
+        process, path, msg, wanted, space = ask
+        cache, index = path.cache, path.cache.radix
+        if index.known(path.keys[: msg.start * index.stride]) < msg.start:
+            space.give_back(cache, got)
+            return Reserved(0, 0, refused=Code.UNKNOWN)
+        lack = self._lacking(cache, path.keys, msg.start, wanted)
+        cost = sum(m.astype(np.int64) * cache.slot_cost(g) for g, m in enumerate(lack))
+        granted = int(np.searchsorted(np.cumsum(cost), process.instance.room(space.tier), side="right"))
+        refused = "" if granted == msg.pages else str(Code.OVER_CAP)
+        for group, mask in enumerate(lack):
+            covered = int(np.searchsorted(np.cumsum(mask), len(got[group]), side="right"))
+            if covered < granted:
+                granted, refused = covered, short
+        handles = []
+        for group, mask in enumerate(lack):
+            row = np.full(granted, NO_COPY, np.int64)
+            used = int(mask[:granted].sum())
+            row[mask[:granted]] = got[group][:used]
+            handles.append(array("q", row.tobytes()))
+            cache.free(space.tier, group, got[group][used:])
+        if not granted:
+            return Reserved(0, 0, refused=refused or Code.NO_SPACE)
+        node = index.extend(path.keys[: (msg.start + granted) * index.stride], self.parts.now())
+        index.lease(node)
+        res = Reservation(next(self.parts.numbers), cache, process, [node], msg.start, handles, space.tier)
+        items = tuple(Items(g, msg.start, granted, cache.offsets(g, row)) for g, row in enumerate(handles))
+        there = ~np.logical_or.reduce([mask[:granted] for mask in lack])
+        res.state[:] = (there * np.uint8(SETTLED)).tobytes()
+        self.parts.admit(res)
+        space.ahead(cache.pools[space.tier])
+        return Reserved(res.number, granted, items, refused, res.writes)
+
+
+def _wanted(cache: Cache, msg: Reserve) -> list[Mask]:
+    """Per group, which of the pages are asked for; raises bad_request."""
+    out = [np.full(msg.pages, g.kind is not Kind.STATE) for g in cache.spec.groups]
+    for want in msg.wants:
+        if not 0 <= want.group < len(out):
+            raise bad("wants.group", f"0..{len(out) - 1}", want.group)
+        if want.group in cache.index.anchors:
+            raise bad("wants.group", "a group that is not stored for every page anyway", want.group)
+        out[want.group] = _pages_mask(want, msg)
+    return out
+
+
+def _pages_mask(want: Want, msg: Reserve) -> Mask:
+    if len(want.pages) % 4:
+        raise bad("wants.pages", "int32 page numbers", len(want.pages))
+    at = np.frombuffer(want.pages, "<i4").astype(np.int64) - msg.start
+    if at.size and (at.min() < 0 or at.max() >= msg.pages):
+        raise bad("wants.pages", f"pages {msg.start}..{msg.start + msg.pages - 1}")
+    mask = np.zeros(msg.pages, dtype=bool)
+    mask[at] = True
+    return mask

@@ -1,0 +1,157 @@
+"""Transfers to and from engines' own KV on a device that hangs: no word that is not true, no slot that is not safe."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines import Engine, Peer, spec, tokens
+from kvtier import wire
+from kvtier.identity import GroupSpec
+from kvtier.store import Store
+from kvtier.tiers.slab import SlotState
+from kvtier.types import Kind, KvtierError
+from lazydevice import LazyDevice
+from storekit import until
+from test_device_tier import over
+
+CELL = 1024
+PAGE = spec((GroupSpec(Kind.FULL, 2, 2, CELL),))
+ROW = CELL // 4  # K and V of two tokens
+PAGES = 4
+PLANES = tuple(
+    wire.Plane(0, layer, 16384 * layer + ROW * which, 8, 2, 2, ROW, 8 * ROW, 4 * ROW, 2 * ROW)
+    for layer in range(2)
+    for which in range(2)
+)
+
+
+class Owner:
+    """An engine with KV of its own in device memory."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    async def open(self) -> Engine:
+        """Attach, open the cache, register the KV."""
+        self.engine = Engine(self.store)
+        await self.engine.open(PAGE)
+        self.engine.mapped = False
+        self.shared = LazyDevice(0).share(32768)
+        self.kv = self.shared.memory.data
+        self.kv[:] = np.random.default_rng(0).integers(0, 256, len(self.kv), np.uint8)
+        message = wire.RegisterKv("engine", "kv", (self.shared.exported,), PLANES, self.kv[:16].tobytes())
+        self.region = (await self.store.register_kv(message, [self.shared.fd], Peer())).region
+        os.close(self.shared.fd)
+        return self.engine
+
+    async def put(self, keys: bytes, blocks: list[int]) -> wire.Committed:
+        """Compute pages in blocks and have them stored."""
+        reserved = await self.engine.reserve(keys)
+        await self.engine.call(wire.Store(self.region, 0, rows(blocks), reservation=reserved.reservation))
+        return await self.engine.call(wire.Commit(reserved.reservation, 0, len(blocks)))
+
+
+def rows(blocks: list[int]) -> bytes:
+    return np.array(blocks, "<i8").tobytes()
+
+
+async def test_pages_of_an_engines_blocks_come_back_in_any_legal_order():
+    """On devices that work late: what was stored of blocks is in other blocks after a load, whole."""
+    for seed in range(10):
+        device = LazyDevice(seed)
+        async with over(lambda device=device: device, 8) as store:
+            owner = Owner(store)
+            engine = await owner.open()
+            before = owner.kv.copy()
+            assert (await owner.put(tokens(*range(PAGES)), [0, 1, 2, 3])).published == PAGES
+            got = await engine.call(wire.Acquire((await engine.match(tokens(*range(PAGES)))).handle))
+            done = await engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease))
+            assert done.done == b"\1" * PAGES
+            for layer in range(2):
+                base = 16384 * layer
+                blocks = owner.kv[base : base + 8 * 8 * ROW].reshape(8, 8 * ROW)
+                assert np.array_equal(blocks[4:], before[base : base + 4 * 8 * ROW].reshape(4, 8 * ROW))
+            await engine.call(wire.Release(got.lease))
+            engine.leave()
+
+
+async def test_a_load_that_is_stuck_is_never_answered():
+    """No word comes, not even after a cancel, since the device may still write there; the pages stay held."""
+    device = LazyDevice(1)
+    async with over(lambda: device, 8, deadline_s=0.2) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        keys = tokens(*range(PAGES))
+        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
+        got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        device.stuck = True
+        loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        await until(lambda: store.parts.vram.state == "sick")
+        loading.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not loading.done()
+        assert (await engine.match(keys)).pages == PAGES
+    assert isinstance(await settled(loading), KvtierError | asyncio.CancelledError)
+
+
+async def settled(task: Any) -> BaseException | None:
+    """How a task ended."""
+    await asyncio.wait([task])
+    return asyncio.CancelledError() if task.cancelled() else task.exception()
+
+
+async def test_slots_of_a_store_that_is_stuck_are_nobodys():
+    """The device may still write what it was to gather: the slots are quarantined, the pages are never served."""
+    device = LazyDevice(2)
+    async with over(lambda: device, 8, deadline_s=0.2) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        keys = tokens(*range(PAGES))
+        reserved = await engine.reserve(keys)
+        device.stuck = True
+        with pytest.raises(KvtierError, match="did not move"):
+            await engine.call(wire.Store(owner.region, 0, rows([0, 1, 2, 3]), reservation=reserved.reservation))
+        await engine.call(wire.Abort(reserved.reservation))
+        (pool,) = store.parts.host.pools
+        assert pool.counts()[0][SlotState.QUARANTINED] == PAGES
+        assert (await engine.match(keys)).pages == 0
+        assert engine.process.instance.held_bytes == 0
+        for n in range(30):
+            await engine.put(tokens(*range(10 * n + 50, 10 * n + 60)))
+        assert pool.counts()[0][SlotState.QUARANTINED] == PAGES
+        assert store.parts.check() == []
+        engine.leave()
+
+
+async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_there():
+    """Its process is gone in the middle of a load: the mapping goes when the device is done, not before."""
+    device = LazyDevice(3)
+    freed: list[int] = []
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        keys = tokens(*range(PAGES))
+        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
+        got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        (region,) = engine.process.instance.kv.values()
+        free = region.memory[0].free
+        region.memory[0].free = lambda: (freed.append(region.running), free())
+        device.stuck = True  # for a while
+        loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        await until(lambda: region.running)
+        engine.leave(clean=False)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not freed
+        assert not engine.process.instance.kv
+        device.stuck = False
+        await loading
+        await until(lambda: freed)
+        assert freed == [0]
+        assert store.parts.check() == []

@@ -1,0 +1,427 @@
+"""The device tier over devices that work late, in any legal order, that hang, fail and are too small."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engines import Engine, content, idle, spec, tokens
+from kvtier import wire
+from kvtier.device.host import HostDevice
+from kvtier.identity import GroupSpec
+from kvtier.store import Store
+from kvtier.store.shifts import Shifter
+from kvtier.store.vram import DeviceMemory
+from kvtier.types import Code, Kind, KvtierError, Tier
+from lazydevice import LazyDevice, Site
+from storekit import KINDS, MIB, maker, quiet, storing, until
+
+PAGE = spec((GroupSpec(Kind.FULL, 2, 2, 1000),))
+SLOT = 4096
+SEEDS = [pytest.param(range(5), id="5"), pytest.param(range(5, 50), id="50", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(params=KINDS)
+def device(request: pytest.FixtureRequest) -> Any:
+    """What makes a device: the CPU, and the same tests on a GPU."""
+    return maker(request.param)
+
+
+@asynccontextmanager
+async def over(device: Any, slots: int, path: Path | None = None, **more: Any) -> AsyncIterator[Store]:
+    """A store over a device of so many slots."""
+    deadline_s = more.pop("deadline_s", 30.0)
+    memory = DeviceMemory(device, slots * SLOT, slab_bytes=4 * SLOT, deadline_s=deadline_s)
+    async with storing(path, device=memory, **{"cap": 1.0} | more) as store:
+        yield store
+
+
+async def joined(store: Store, name: str = "engine", *, mapped: bool = True, pid: int = 1) -> Engine:
+    """An engine that has the cache open, and maps the device or does not."""
+    engine = Engine(store, name, pid=pid)
+    await engine.open(PAGE)
+    engine.mapped = engine.mapped and mapped
+    return engine
+
+
+# -- fences ------------------------------------------------------------------------------------------------------
+
+
+async def story(path: Path, seed: int, without: Site | None = None) -> tuple[list[str], set[Site]]:
+    """Engines compute and read over a few slots, all at once; what came out wrong, and who waited."""
+    devices: list[LazyDevice] = []
+
+    def make() -> LazyDevice:
+        devices.append(LazyDevice(seed))
+        return devices[0]
+
+    pick, wrong = random.Random(seed), []
+    prompts = [tokens(n, *range(10 * n, 10 * n + 3)) for n in range(8)]
+    async with over(make, 12, path / f"{seed} {without}", host=24 * SLOT) as store:
+        engines = [await joined(store, f"e{n}", pid=n + 1) for n in range(3)]
+        for engine in engines:
+            engine.patient = False
+        devices[0].without = without
+
+        async def live(engine: Engine, mine: list[bytes]) -> None:
+            for keys in mine:
+                await engine.put(keys, wait_ms=5000)
+                for again in pick.sample(prompts, 2):
+                    try:
+                        await engine.get(again)
+                    except AssertionError as exc:
+                        wrong.append(str(exc))
+
+        await asyncio.gather(*(live(engine, prompts[n::3]) for n, engine in enumerate(engines)))
+        await engines[0].still()
+        reader = await joined(store, "reader", mapped=False, pid=9)
+        for keys in prompts:
+            try:
+                if await reader.get(keys) != 4:
+                    wrong.append("a page was lost")
+            except AssertionError as exc:
+                wrong.append(str(exc))
+        wrong += [name for name in ("device_checksum", "host_checksum") if store.parts.counts[name]]
+        for engine in (*engines, reader):
+            engine.leave()
+        await quiet(store)
+        wrong += idle(store)
+    return wrong, devices[0].sites
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+async def test_no_engine_reads_what_is_not_there_yet_in_any_legal_order(tmp_path: Path, seeds: range):
+    """Copies up and down are published when the device said so, and slots reused after: right in 50 random orders."""
+    assert not {seed: wrong for seed in seeds if (wrong := (await story(tmp_path, seed))[0])}
+
+
+async def test_every_wait_of_the_tier_is_needed(tmp_path: Path):
+    """Without any one wait for an event some order goes wrong."""
+    sites = {where for seed in range(2) for where in (await story(tmp_path, seed))[1] if where[0] == "carrier.py"}
+    assert sites
+    for where in sites:
+        assert any([(await story(tmp_path, seed, where))[0] for seed in range(3)]), where
+
+
+async def test_a_page_that_moves_is_held_until_the_device_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Without the lease of a move its slots are given away under the device's hands, which some order shows."""
+
+    def careless(self: Shifter, cache: Any, node: Any, pages: int, work: Any) -> None:
+        del cache, node
+        self.pages += pages
+
+        async def go() -> None:
+            try:
+                await work
+            finally:
+                self.pages -= pages
+                self.moved.set()
+
+        task = asyncio.get_running_loop().create_task(go())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    monkeypatch.setattr(Shifter, "start", careless)
+
+    async def fails(seed: int) -> bool:
+        try:
+            return bool((await story(tmp_path, seed))[0])
+        except (AssertionError, KvtierError):
+            return True
+
+    assert any([await fails(seed) for seed in range(10)])
+
+
+# -- room --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("disk", [False, True])
+async def test_a_host_smaller_than_the_device_goes_on(tmp_path: Path, disk: bool, device: Any):
+    """Many times both tiers pass through: every request ends, what is served is right, nothing is left held."""
+    async with over(device, 32, tmp_path if disk else None, host=8 * SLOT) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        for n in range(40):
+            keys = tokens(*range(5 * n, 5 * n + 5))
+            assert await engine.put(keys, wait_ms=5000) == 5
+            assert await engine.get(keys) == 5
+            await other.get(tokens(*range(5 * (n // 2), 5 * (n // 2) + 5)))
+        if disk:
+            await engine.call(wire.Flush())
+            for n in range(40):
+                assert await engine.get(tokens(*range(5 * n, 5 * n + 5))) == 5
+        assert store.parts.counts["pages_evicted_device"] + store.parts.counts["pages_demoted_device"] > 100
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_duplicates_go_first_and_cost_no_copy(device: Any):
+    """A device full of pages that host has too gives them up at once; what only it has is brought down first."""
+    async with over(device, 8) as store:
+        engine = await joined(store)
+        assert await engine.put(tokens(*range(8))) == 8  # each is copied to host as it is committed
+        moved = store.parts.counts["bytes_device_to_host"]
+        assert moved == 8 * 4000
+        assert await engine.put(tokens(*range(100, 108))) == 8
+        assert store.parts.counts["pages_evicted_device"] >= 8
+        assert store.parts.counts["bytes_device_to_host"] == 2 * moved
+        assert not store.parts.counts["pages_lost_unsaved"]
+        assert await engine.get(tokens(*range(8))) == 8
+
+
+async def test_what_only_the_device_has_is_brought_down_before_it_goes(device: Any):
+    """Host forgot its copies; evicted from the device, pages are in host again, whole."""
+    async with over(device, 8) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        keys = tokens(*range(8))
+        assert await engine.put(keys) == 8
+        pool = store.parts.host.pools[0]
+        assert store.parts.space.evict(pool, [8])
+        cache = next(iter(store.parts.caches.values()))
+        assert cache.index.copies == [8, 0, 0, 0]
+        assert not store.parts.counts["pages_lost_unsaved"]
+        assert await engine.put(tokens(*range(100, 108)), wait_ms=5000) == 8
+        assert await other.get(keys) == 8
+        assert not store.parts.counts["pages_lost_unsaved"]
+
+
+async def test_a_lookup_once_does_not_push_out_what_is_used(device: Any):
+    """Where the device is full, pages used once stay in host and those used again come up."""
+    async with over(device, 4) as store:
+        engine, hot, once = await joined(store), tokens(*range(4)), tokens(*range(50, 54))
+        assert await engine.put(hot) == 4
+        engine.mapped = False
+        assert await engine.put(once) == 4
+        engine.mapped = True
+        assert await engine.get(once) == 4
+        assert [s.tier for s in (await engine.match(hot)).segments] == [Tier.DEVICE]
+        for _ in range(3):
+            assert await engine.get(once) == 4
+        assert [s.tier for s in (await engine.match(once)).segments] == [Tier.DEVICE]
+
+
+async def test_a_holder_of_device_slots_is_capped(device: Any):
+    """One engine reserves no more than its share of the device; another has the rest."""
+    async with over(device, 16, cap=0.5) as store:
+        greedy, other = await joined(store), await joined(store, "other", pid=2)
+        handle = (await greedy.match(tokens(*range(16)))).handle
+        got = await greedy._call(wire.Reserve(handle, 0, 16, device=True))
+        assert (got.pages, got.refused) == (8, Code.OVER_CAP)
+        assert await other.put(tokens(*range(50, 56))) == 6
+        assert (await other.match(tokens(*range(50, 56)))).segments == (wire.Segment(Tier.DEVICE, 6),)
+
+
+async def test_another_scope_has_no_part_of_the_device(device: Any):
+    """The memory belongs to the scope that mapped it first: others are refused by name and served from host."""
+    async with over(device, 8) as store:
+        mine = await joined(store)
+        theirs = Engine(store, "theirs", uid=7, pid=2)
+        with pytest.raises(KvtierError, match="another trust scope"):
+            await theirs.map()
+        await theirs.open(PAGE)
+        assert await theirs.put(tokens(1, 2)) == 2
+        assert await mine.put(tokens(1, 2)) == 2
+        assert [s.tier for s in (await theirs.match(tokens(1, 2))).segments] == [Tier.HOST]
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+class Failing(HostDevice):
+    """A device whose link can go down."""
+
+    down = False
+
+    def copies(self, *args: Any) -> None:
+        if self.down:
+            raise KvtierError(Code.IO, "the link is down")
+        super().copies(*args)
+
+    def launch(self, *args: Any) -> None:
+        if self.down:
+            raise KvtierError(Code.IO, "the link is down")
+        super().launch(*args)
+
+
+@pytest.mark.parametrize("how", ["stuck", "failing"])
+async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str):
+    """No answer by the deadline, or an error: sick by name, its copies forgotten, no slot there used again."""
+    device: Any = LazyDevice(0) if how == "stuck" else Failing()
+    async with over(lambda: device, 16, deadline_s=0.2) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        kept, lost = tokens(*range(4)), tokens(*range(50, 54))
+        assert await engine.put(kept) == 4  # in host, too
+        engine.patient = False
+        reserved = await engine.reserve(lost)
+        engine.write(lost, reserved)
+        device.stuck = device.down = True
+        with pytest.raises(KvtierError, match=r"did not move|link is down"):
+            await engine.call(wire.Commit(reserved.reservation, 0, 4))
+        vram = store.parts.vram
+        await until(lambda: vram.state == "sick")
+        await vram.close()
+        report = store.report.stat(wire.Stat()).data["tiers"]["device"]
+        assert report["state"] == "sick"
+        assert report["sick"]
+        cache = next(iter(store.parts.caches.values()))
+        assert cache.index.copies[Tier.DEVICE] == 0
+        assert await engine.get(kept) == await other.get(kept) == 4
+        assert await engine.put(tokens(*range(80, 84))) == 4
+        assert (await engine.match(lost)).pages == 0
+        handle = (await engine.match(tokens(7))).handle
+        assert (await engine._call(wire.Reserve(handle, 0, 1, device=True))).refused == Code.NO_SPACE
+        with pytest.raises(KvtierError, match="no device tier here"):
+            await other.map()
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert store.parts.check() == []
+
+
+async def test_slots_that_a_stuck_device_may_still_write_are_nobodys():
+    """A copy to host that is not done by its deadline: the slots stay quarantined, whatever comes later."""
+    device = LazyDevice(3)
+    async with over(lambda: device, 8, deadline_s=0.2) as store:
+        engine = await joined(store)
+        keys = tokens(*range(4))
+        engine.patient = False
+        reserved = await engine.reserve(keys)
+        engine.write(keys, reserved)
+        vram = store.parts.vram
+        sums, vram.carrier.checksums = vram.carrier.checksums, told(keys)
+        device.stuck = True
+        assert (await engine.call(wire.Commit(reserved.reservation, 0, 4))).published == 4
+        vram.carrier.checksums = sums
+        await until(lambda: vram.state == "sick")
+        await vram.close()
+        (pool,) = store.parts.host.pools
+        states = {state.name: n for state, n in pool.counts()[0].items() if n and state.name != "FREE"}
+        assert states == {"QUARANTINED": 4}
+        for n in range(20):
+            assert await engine.put(tokens(*range(10 * n + 200, 10 * n + 210))) == 10
+        assert pool.counts()[0][7] == 4
+        assert store.parts.check() == []
+
+
+def told(keys: bytes) -> Any:
+    """Checksums of pages as their engine knows them, without the device."""
+    from kvtier.mover import digest
+
+    async def sums(items: Any, _urgency: Any) -> list[int]:
+        return [digest([content(keys[: (n + 1) * 8], 0, 4000)]) for n in range(len(items))]
+
+    return sums
+
+
+async def test_a_device_without_room_is_no_tier_and_says_why():
+    """Out of memory, or a driver that fails in its own words: absent by name, everything in host."""
+
+    class Full(HostDevice):
+        def share(self, size: int) -> Any:
+            raise KvtierError(Code.NO_SPACE, f"taking {size} bytes of GPU memory: out of memory")
+
+    def broken() -> Any:
+        raise RuntimeError("the driver is of another age")
+
+    for make, why in ((Full, "out of memory"), (broken, "another age")):
+        async with over(make, 8) as store:
+            assert store.parts.vram.state == "absent"
+            assert why in store.report.stat(wire.Stat()).data["tiers"]["device"]["sick"]
+            engine = Engine(store)
+            with pytest.raises(KvtierError, match=why):
+                await engine.map()
+
+
+async def test_rot_on_the_device_is_found_and_never_served(device: Any):
+    """A bit that flips in device memory: whoever reads it from host gets the right bytes or a miss, counted."""
+    async with over(device, 8) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        keys = tokens(*range(4))
+        assert await engine.put(keys) == 4
+        assert store.parts.space.evict(store.parts.host.pools[0], [4])
+        engine.device_bytes(2 * SLOT, SLOT)[10] ^= 1
+        engine.send_back()
+        assert await other.get(keys) == 2
+        assert store.parts.counts["device_checksum"] >= 1
+        assert (await engine.match(keys)).pages == 2
+        engine.leave()
+        other.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_a_killed_engine_gives_its_device_slots_back(device: Any):
+    """What it reserved and leased there returns when its process is gone, not before."""
+    async with over(device, 8) as store:
+        engine, other = await joined(store), await joined(store, "other", pid=2)
+        await engine.reserve(tokens(*range(4)))
+        engine.store.leave(engine.process, clean=False)
+        (pool,) = store.parts.vram.tier.pools
+        assert pool.used(0) == 4
+        store.gone(engine.process)
+        assert pool.used(0) == 0
+        assert await other.put(tokens(*range(8))) == 8
+        other.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_a_flush_brings_what_only_the_device_has_to_disk(tmp_path: Path, device: Any):
+    """Committed on the device, durable after a flush, served after a restart."""
+    keys = tokens(*range(6))
+    async with over(device, 8, tmp_path) as store:
+        engine = await joined(store)
+        engine.patient = False
+        assert await engine.put(keys) == 6
+        await engine.call(wire.Flush())
+        cache = next(iter(store.parts.caches.values()))
+        assert cache.index.copies[Tier.DISK] == 6
+        assert any(isinstance(event, wire.Durable) and event.pages == 6 for event in engine.events)
+    async with storing(tmp_path, host=MIB) as store:
+        engine = await joined(store)
+        assert await engine.get(keys) == 6
+
+
+async def test_the_device_sums_what_it_can_and_fetches_the_rest():
+    """Items of any size and of several slots have the host's checksums."""
+    from kvtier.mover import Urgency, digest
+    from kvtier.tiers.pool import Span
+
+    memory = DeviceMemory(HostDevice, MIB)
+    try:
+        base, data = memory.carrier.shared.memory.address, memory.carrier.shared.memory.data
+        data[:] = np.random.default_rng(0).integers(0, 256, len(data), np.uint8)
+        for size in (8, 100, 248, 4000, 5001):
+            got = await memory.carrier.checksums([[Span(base + n * 8192, size)] for n in range(3)], Urgency.ENGINE)
+            assert got == [digest([data[n * 8192 : n * 8192 + size]]) for n in range(3)]
+        spans = [Span(base + 4096, 4096), Span(base, 100)]
+        got = await memory.carrier.checksums([spans], Urgency.BACKGROUND)
+        assert got == [digest([data[4096:8192], data[:100]])]
+    finally:
+        memory.carrier.close()
+
+
+async def test_a_device_without_a_host_tier_is_a_cache_of_its_own(device: Any):
+    """Host of size 0: engines compute and read on the device; what it has no room for goes, counted; nothing hangs."""
+    async with over(device, 8, host=0) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        for n in range(4):
+            keys = tokens(*range(10 * n, 10 * n + 6))
+            assert await engine.put(keys) == 6
+            assert await engine.get(keys) == 6
+            assert await other.get(keys) == 0
+        assert store.parts.counts["pages_lost_unsaved"] > 0
+        with pytest.raises(KvtierError, match="no room in host"):
+            await engine.call(wire.Flush())
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
