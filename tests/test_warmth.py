@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from engines import FULL, Engine, idle, spec, tokens
 from kvtier import wire
 from kvtier.heat import Heat
-from kvtier.store import Store, warmth
+from kvtier.store import Store, restore, warmth
+from kvtier.tiers.records import Run
 from kvtier.types import Tier
 from storekit import MIB, drop_host, quiet, storing
 
@@ -105,6 +107,25 @@ async def test_keys_keep_their_warmth(tmp_path: Path) -> None:
     async with storing(tmp_path, host=16 * MIB) as store:
         nodes = {node.edge[1]: node.time for node in next(iter(store.parts.caches.values())).index.walk()}
         assert max(nodes, key=nodes.get) == 3
+
+
+async def test_how_long_loading_takes_is_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that are put back later are not warmer for it: the order of use is what it was."""
+    async with storing(tmp_path, host=16 * MIB) as store:
+        await used(store)
+        nodes = next(iter(store.parts.caches.values())).index.walk()
+        before = [node.edge for node in sorted(nodes, key=lambda node: node.time)]
+    real = restore.sliced
+
+    async def slow(items: Iterable[Run], slice_s: float) -> AsyncIterator[Run]:
+        async for item in real(items, slice_s=slice_s):
+            yield item
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(restore, "sliced", slow)
+    async with storing(tmp_path, host=16 * MIB) as store:
+        nodes = next(iter(store.parts.caches.values())).index.walk()
+        assert [node.edge for node in sorted(nodes, key=lambda node: node.time)] == before
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "other"])

@@ -53,8 +53,8 @@ class Warmth:
         """In the order of their handles."""
         self._of_run: dict[int, tuple[int, int]] = {}
         """By run: which rows are of its pages."""
-        self._away_s = 0.0
-        """Seconds since the rows were written."""
+        self._then = 0.0
+        """The time now of when the rows were written: one for all, however long loading takes."""
 
     @property
     def path(self) -> Path | None:
@@ -116,7 +116,7 @@ class Warmth:
             self.parts.counts["heat_damaged"] += 1
             log.warning("%s is damaged: what is on disk begins cold", path)
             return
-        self._away_s = max(0.0, time.time() - HEAD.unpack_from(raw)[1])
+        self._then = self.parts.now() - max(0.0, time.time() - HEAD.unpack_from(raw)[1])
         self._rows = rows[np.argsort(rows["handle"])]
         runs, first, count = np.unique(self._rows["handle"] >> PAGE_BITS, return_index=True, return_counts=True)
         self._of_run = dict(zip(runs.tolist(), zip(first.tolist(), (first + count).tolist(), strict=True), strict=True))
@@ -132,11 +132,10 @@ class Warmth:
             if node is None or node.dead:
                 continue
             node, _ = cache.index.locate(node, 0 if cache.spec.keyed else run.depth + page)
-            then = self.parts.now() - self._away_s
-            used = then - idle
+            used = self._then - idle
             node.time = max(node.time, used) if node.time else used
             if node.heat is None:
-                node.heat = Heat.renewed(scores.tolist(), then)
+                node.heat = Heat.renewed(scores.tolist(), self._then)
             self.parts.counts["heat_restored"] += 1
 
     def forget(self) -> None:
