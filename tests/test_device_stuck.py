@@ -17,7 +17,7 @@ from kvtier.tiers.slab import SlotState
 from kvtier.types import Kind, KvtierError
 from lazydevice import LazyDevice
 from storekit import until
-from test_device_tier import over
+from test_device_tier import hasten, over
 
 CELL = 1024
 PAGE = spec((GroupSpec(Kind.FULL, 2, 2, CELL),))
@@ -83,13 +83,14 @@ async def test_pages_of_an_engines_blocks_come_back_in_any_legal_order():
 async def test_a_load_that_is_stuck_is_never_answered():
     """No word comes, not even after a cancel, since the device may still write there; the pages stay held."""
     device = LazyDevice(1)
-    async with over(lambda: device, 8, deadline_s=0.2) as store:
+    async with over(lambda: device, 8) as store:
         owner = Owner(store)
         engine = await owner.open()
         keys = tokens(*range(PAGES))
         assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
         got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
         device.stuck = True
+        hasten(store)
         loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
         await until(lambda: store.parts.vram.state == "sick")
         loading.cancel()
@@ -109,12 +110,13 @@ async def settled(task: Any) -> BaseException | None:
 async def test_slots_of_a_store_that_is_stuck_are_nobodys():
     """The device may still write what it was to gather: the slots are quarantined, the pages are never served."""
     device = LazyDevice(2)
-    async with over(lambda: device, 8, deadline_s=0.2) as store:
+    async with over(lambda: device, 8) as store:
         owner = Owner(store)
         engine = await owner.open()
         keys = tokens(*range(PAGES))
         reserved = await engine.reserve(keys)
         device.stuck = True
+        hasten(store)
         with pytest.raises(KvtierError, match="did not move"):
             await engine.call(wire.Store(owner.region, 0, rows([0, 1, 2, 3]), reservation=reserved.reservation))
         await engine.call(wire.Abort(reserved.reservation))

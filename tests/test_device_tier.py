@@ -37,10 +37,15 @@ def device(request: pytest.FixtureRequest) -> Any:
 @asynccontextmanager
 async def over(device: Any, slots: int, path: Path | None = None, **more: Any) -> AsyncIterator[Store]:
     """A store over a device of so many slots."""
-    deadline_s = more.pop("deadline_s", 30.0)
-    memory = DeviceMemory(device, slots * SLOT, slab_bytes=4 * SLOT, deadline_s=deadline_s)
+    memory = DeviceMemory(device, slots * SLOT, slab_bytes=4 * SLOT, deadline_s=30.0)
     async with storing(path, device=memory, **{"cap": 1.0} | more) as store:
         yield store
+
+
+def hasten(store: Store) -> None:
+    """Nothing that the device does takes long from now on: what does is stuck."""
+    assert store.parts.vram is not None
+    store.parts.vram.carrier._deadline_s = 0.2
 
 
 async def joined(store: Store, name: str = "engine", *, mapped: bool = True, pid: int = 1) -> Engine:
@@ -255,7 +260,7 @@ class Failing(HostDevice):
 async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str):
     """No answer by the deadline, or an error: sick by name, its copies forgotten, no slot there used again."""
     device: Any = LazyDevice(0) if how == "stuck" else Failing()
-    async with over(lambda: device, 16, deadline_s=0.2) as store:
+    async with over(lambda: device, 16) as store:
         engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
         kept, lost = tokens(*range(4)), tokens(*range(50, 54))
         assert await engine.put(kept) == 4  # in host, too
@@ -263,6 +268,7 @@ async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str):
         reserved = await engine.reserve(lost)
         engine.write(lost, reserved)
         device.stuck = device.down = True
+        hasten(store)
         with pytest.raises(KvtierError, match=r"did not move|link is down"):
             await engine.call(wire.Commit(reserved.reservation, 0, 4))
         vram = store.parts.vram
@@ -289,7 +295,7 @@ async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str):
 async def test_slots_that_a_stuck_device_may_still_write_are_nobodys():
     """A copy to host that is not done by its deadline: the slots stay quarantined, whatever comes later."""
     device = LazyDevice(3)
-    async with over(lambda: device, 8, deadline_s=0.2) as store:
+    async with over(lambda: device, 8) as store:
         engine = await joined(store)
         keys = tokens(*range(4))
         engine.patient = False
@@ -298,6 +304,7 @@ async def test_slots_that_a_stuck_device_may_still_write_are_nobodys():
         vram = store.parts.vram
         sums, vram.carrier.checksums = vram.carrier.checksums, told(keys)
         device.stuck = True
+        hasten(store)
         assert (await engine.call(wire.Commit(reserved.reservation, 0, 4))).published == 4
         vram.carrier.checksums = sums
         await until(lambda: vram.state == "sick")
