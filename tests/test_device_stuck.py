@@ -89,9 +89,19 @@ async def test_a_load_that_is_stuck_is_never_answered():
         keys = tokens(*range(PAGES))
         assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
         got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        await engine.still()
+        waits, forever = asyncio.Event(), store.parts.forever
+
+        async def noted() -> None:
+            waits.set()
+            await forever()
+
+        store.parts.forever = noted
         device.stuck = True
         hasten(store)
         loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        async with asyncio.timeout(20):
+            await waits.wait()
         await until(lambda: store.parts.vram.state == "sick")
         loading.cancel()
         for _ in range(20):
