@@ -176,10 +176,8 @@ class Cache(OpenCache):
 
     def adopt(self, share: bytes) -> Lease | Reservation:
         """What another process of this instance holds and shared: a lease to read, a reservation to fill."""
+        self.client.link.look()
         got = self.client.attempt(self.entering(), None)
-        if got and got[0].daemon.gone:  # it has said nothing since, and so has not noticed
-            self.client.link.lose(got[0], "the daemon has ended")
-            got = self.client.attempt(self.entering(), None)
         told = adopted(share, self, got[0] if got else None)
         if told.lease is not None:
             return Borrowed(self, got and (got[0], told.lease))

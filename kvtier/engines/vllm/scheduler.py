@@ -78,7 +78,7 @@ class Scheduler:
         self._size = spec.page_tokens
         self._item_bytes = sum(group.item_bytes for group in spec.groups)
         self._one_group = len(spec.groups) == 1
-        self._replicated = any(each.replicas > 1 for each in formats)
+        self._replicated = any(each.replicas > 1 for each in formats)  # one may compute with what another lacks
         self._states = {number for number, group in enumerate(spec.groups) if group.kind is Kind.STATE}
         """Groups that keep recurrent state: only blocks that a step has ended at hold any."""
         self._cache = self._client.open(spec)
@@ -113,10 +113,7 @@ class Scheduler:
         return tokens, bool(tokens) and self._later(tokens)
 
     def _later(self, tokens: int) -> bool:
-        """Whether a load goes between steps: large ones, and all where only whole requests can be said to fail.
-
-        And all where workers hold the same shard: what one of them failed to load another would compute with, and save.
-        """
+        """Whether a load goes between steps: large ones, and all where only whole requests can be said to fail."""
         return self._replicated or not self._one_group or tokens // self._size * self._item_bytes > LATER_BYTES
 
     def _whole_pages(self, request: Any) -> int:
@@ -262,9 +259,7 @@ class Scheduler:
                 if group in self._states or NULL_BLOCK in row[first:end]
             ]
             held = path.reserve(first, end - first, asked.wants, wait_ms=RESERVE_MS)
-            asked.saved = (
-                first + held.pages if held.pages else end
-            )  # where nothing was granted, not before the next page
+            asked.saved = first + held.pages if held.pages else end  # nothing granted: not before the next page
             return held
 
     def _save(self, asked: Asked, held: Reservation, table: Sequence[Sequence[int]], end: int) -> Save | None:
