@@ -97,10 +97,11 @@ class Worker:
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
         for share in plan.drops:
+            held = self._adopt(share)
             if self._planes[0].on_cpu:
-                self._copier.submit(self._drop_shared, share)  # after what is still being copied into it
+                self._copier.submit(self._drop, held)  # after what is still being copied into it
             else:
-                self._drop_shared(share)
+                self._drop(held)
         for save in plan.saves:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
@@ -251,9 +252,6 @@ class Worker:
         """A save that will not be."""
         self._told += [("saves_dropped", 1), ("dropped", save.reservation)]
         self._drop(held)
-
-    def _drop_shared(self, share: bytes) -> None:
-        self._drop(self._adopt(share))
 
     def _drop(self, held: Lease | Reservation | None) -> None:
         """Say that this process will not write into a reservation."""
