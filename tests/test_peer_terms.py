@@ -29,7 +29,7 @@ from kvtier.peer.members import keys_of
 from kvtier.peer.pace import Bucket
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import read
-from kvtier.peer.terms import Terms
+from kvtier.peer.terms import MAX_OPS, Terms
 from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
 from kvtier.store import Store
@@ -220,6 +220,26 @@ async def test_what_a_peer_gets_and_gives_is_held_to_the_rate(tmp_path: Path) ->
             assert await give(tier, PATH, 9) == 9
             await take(tier, PATH, 9)
             assert loop.time() - begin > 2 * 0.9 * 8 * PAGE / (8 << 20)
+
+
+async def test_both_ends_are_as_patient_as_the_slower_rate_needs(tmp_path: Path) -> None:
+    """A rate on either end only: both give as many transfers as may share it the time that they need."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    rate, size = 2 << 20, 9 * PAGE
+    for near, far in ((rate, 0), (0, rate), (rate, 2 * rate)):
+        terms = Terms("near", secrets, rate=near), Terms("far", secrets, rate=far)
+        ends = [Pipe(sock) for sock in socket.socketpair()]
+        await asyncio.gather(ends[0].knock(terms[0], "far", sealed=True), ends[1].answer(terms[1], b"life" * 2))
+        assert all(end.within(size) > MAX_OPS * size / rate for end in ends)
+        for end in ends:
+            end.close()
+
+
+def test_a_rate_that_was_altered_on_the_way_is_found_out(tmp_path: Path) -> None:
+    """The proof of the host that is asked covers both rates."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    session = frames.Session(secrets.session((b"n" * 16, b"m" * 16), ("a", "b")), asker=False)
+    assert len({session.challenge(b"life", rates) for rates in ((0, 0), (1, 0), (0, 1), (1, 1))}) == 4
 
 
 # -- TLS -------------------------------------------------------------------------------------------------------------

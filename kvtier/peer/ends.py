@@ -115,7 +115,7 @@ class DirectSource(_Held):
             await self._again()
         pipe, ahead, self._ahead = self._open(), self._ahead, None
         fetch = ahead or frames.Fetch(picks, tier.packing.pays(into, self._shared.id, len(items)))
-        until = time.monotonic() + 2 * tier.terms.within(nbytes)  # it may read its disk first
+        until = time.monotonic() + 2 * pipe.within(nbytes)  # it may read its disk first
         try:
             async with asyncio.timeout(until - time.monotonic()):
                 load = await (pipe.receive(frames.Load) if ahead else pipe.ask(fetch, frames.Load))
@@ -153,7 +153,7 @@ class DirectSink(_Held):
         nbytes = nbytes_of(self._shared.spec, items)
         packed = tier.packing.pays(self._peer.out, self._shared.id, len(items))
         load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo, packed)
-        within, begin = 2 * tier.terms.within(nbytes), time.monotonic()
+        within, begin = 2 * pipe.within(nbytes), time.monotonic()
         try:
             async with asyncio.timeout(within):
                 await pipe.pour(tier.pool, load, places, within)

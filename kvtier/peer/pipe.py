@@ -46,6 +46,8 @@ class Pipe:
         """Bytes of items, as they travelled, of the transfer that was last,"""
         self.coding_s = 0.0
         """and seconds for packing or unpacking them."""
+        self._terms: Terms | None = None
+        """Those that both ends keep to."""
         self._channel = channel
         self._loop = asyncio.get_running_loop()
 
@@ -56,13 +58,15 @@ class Pipe:
         await self._shake()
         self.sealed = not (self.local or self._channel) if sealed is None else sealed
         nonce = random.token_bytes(frames.NONCE_BYTES)
-        await self.send(frames.Knock(frames.VERSION, nonce, self.sealed, terms.name))
+        await self.send(frames.Knock(frames.VERSION, nonce, self.sealed, terms.name, terms.rate))
         answer = await self.receive(frames.Challenge, frames.MAX_HELLO)
         key = terms.secrets.session((nonce, answer.nonce), (terms.name, peer))
         session = frames.Session(key, asker=True)
-        if not hmac.compare_digest(session.challenge(answer.incarnation), answer.proof):
+        proof = session.challenge(answer.incarnation, (terms.rate, answer.rate))
+        if not hmac.compare_digest(proof, answer.proof):
             raise KvtierError(Code.FORBIDDEN, f"the peer does not have the fleet's key, or is not {peer}")
         self.session, self.incarnation = session, answer.incarnation
+        self._terms = terms.met(answer.rate)
 
     async def answer(self, terms: Terms, incarnation: bytes) -> str:
         """As the answerer: agree on keys; who asks. It has shown nothing (but a certificate) before its next frame."""
@@ -80,8 +84,9 @@ class Pipe:
         nonce = random.token_bytes(frames.NONCE_BYTES)
         key = terms.secrets.session((knock.nonce, nonce), (knock.name, terms.name))
         session = frames.Session(key, asker=False)
-        await self.send(frames.Challenge(nonce, incarnation, session.challenge(incarnation)))
-        self.session = session
+        proof = session.challenge(incarnation, (knock.rate, terms.rate))
+        await self.send(frames.Challenge(nonce, incarnation, proof, terms.rate))
+        self.session, self._terms = session, terms.met(knock.rate)
         return knock.name
 
     async def _shake(self) -> None:
@@ -150,6 +155,11 @@ class Pipe:
         return got
 
     # -- bytes of pages -------------------------------------------------------------------------------------------
+
+    def within(self, nbytes: int) -> float:
+        """Seconds that a transfer may take, as both ends reckon."""
+        assert self._terms is not None
+        return self._terms.within(nbytes)
 
     async def threaded(self, pool: Executor, work: Callable[[bulk.Line], T], within_s: float) -> T:
         """Let a worker thread use the connection for so long at most. Raises what `work` raises.

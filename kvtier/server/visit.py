@@ -183,7 +183,7 @@ class Visit:
             nbytes = nbytes_of(cache.spec, items)
             missing = [m for _, node in wanted for m in self._parts.loads.missing(cache, node, [(route.group, 0, 1)])]
             if missing:
-                until = asyncio.get_running_loop().time() + self._home.terms.within(nbytes)
+                until = asyncio.get_running_loop().time() + self._pipe.within(nbytes)
                 await self._parts.loads.bring(cache, missing, until)
             places, sums = lend_keys(cache, route.group, wanted)
             if not places:
@@ -227,9 +227,9 @@ class Visit:
 
     async def _send(self, cache: Cache, node: Any, items: list[tuple[int, int]], nbytes: int, *, packed: bool) -> None:
         """Bring a leased path's items to host and send them."""
-        home, route = self._home, self._route
+        route = self._route
         assert route is not None
-        within = home.terms.within(nbytes)
+        within = self._pipe.within(nbytes)
         missing = self._parts.loads.missing(cache, node, ranges(items))
         if missing:
             await self._parts.loads.bring(cache, missing, asyncio.get_running_loop().time() + within)
@@ -242,9 +242,7 @@ class Visit:
         """Send items that are leased."""
         picks = picks_of((place.group, place.page) for place in places)
         load = frames.Load(picks, np.array(sums, "<u8").tobytes(), nbytes, name, packed)
-        home = self._home
-
-        await self._pipe.pour(home.pool, load, places, home.terms.within(nbytes))
+        await self._pipe.pour(self._home.pool, load, places, self._pipe.within(nbytes))
         self._parts.counts["pages_served_peer"] += len({place.page for place in places})
         self._parts.counts["bytes_host_to_peer"] += self._pipe.wire
         self._parts.counts["peer_packed"] += packed
@@ -311,7 +309,7 @@ class Visit:
         if wrong or msg.echo != echo(route.shared.id, route.keys):
             raise EOFError("other pages came than were asked for")
         places = [Place(g, page, cache.views(g, slots[g, page][1])) for g, page in items]
-        got = await self._pipe.fill(home.pool, msg, places, home.terms.within(nbytes))
+        got = await self._pipe.fill(home.pool, msg, places, self._pipe.within(nbytes))
         known = {(i[0], slots[i][0]): value for i, value in zip(items, got, strict=True) if value is not None}
         if len(known) < len(items):
             self._parts.counts["peer_checksum"] += len(items) - len(known)
