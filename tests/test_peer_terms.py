@@ -8,7 +8,9 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,11 +46,12 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="open
 
 
 @contextlib.asynccontextmanager
-async def pair(near: Terms, far: Terms) -> AsyncIterator[tuple[Direct, Store]]:
-    """A tier `near`, and the store of its peer `far`, in this process."""
+async def pair(near: Terms, far: Terms, pool: ThreadPoolExecutor | None = None) -> AsyncIterator[tuple[Direct, Store]]:
+    """A tier `near`, and the store of its peer `far` (and its threads), in this process."""
     nodes = {name: ("127.0.0.1", port) for name, port in zip((near.name, far.name), free_ports(2), strict=True)}
     async with storing(None) as store:
         home = Home(store, far, nodes[far.name], Fame())
+        home.pool = pool or home.pool
         home.start()
         tier = Direct(nodes, near)
         tier.start()
@@ -233,6 +236,28 @@ async def test_both_ends_are_as_patient_as_the_slower_rate_needs(tmp_path: Path)
         assert all(end.within(size) > MAX_OPS * size / rate for end in ends)
         for end in ends:
             end.close()
+
+
+@pytest.mark.parametrize("end", ["near", "far"])
+async def test_a_transfer_that_gets_no_thread_brings_nothing_and_nobody_is_blamed(tmp_path: Path, end) -> None:
+    """The threads of one end are all taken: a fetch ends, the peer is up, and once they are free again pages come."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    far, gate = ThreadPoolExecutor(1), threading.Event()
+    terms = [Terms(name, secrets, 1.0, rate=64 << 20) for name in ("near", "far")]
+    async with pair(*terms, pool=far) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        pool = tier.pool if end == "near" else far
+        try:
+            for _ in range(pool._max_workers):
+                pool.submit(gate.wait)
+            (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0)
+            assert await source.fetch([Place(0, at, [np.zeros(PAGE, np.uint8)]) for at in range(9)]) == [None] * 9
+        finally:
+            gate.set()
+        assert tier.counts["peer_refused"] == 1
+        assert tier.counts["peer_failures"] == 0
+        await take(tier, PATH, 9)
 
 
 def test_a_rate_that_was_altered_on_the_way_is_found_out(tmp_path: Path) -> None:

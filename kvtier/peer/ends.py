@@ -153,9 +153,9 @@ class DirectSink(_Held):
         nbytes = nbytes_of(self._shared.spec, items)
         packed = tier.packing.pays(self._peer.out, self._shared.id, len(items))
         load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo, packed)
-        within, begin = 2 * pipe.within(nbytes), time.monotonic()
+        within, begin = pipe.within(nbytes), time.monotonic()
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(2 * within):
                 await pipe.pour(tier.pool, load, places, within)
                 stored = await pipe.receive(frames.Stored)
         except BaseException as exc:
