@@ -12,6 +12,7 @@ import xxhash
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import CacheSpec
+from kvtier.peer import items
 from kvtier.peer.base import Place
 from kvtier.peer.items import picks_of
 from kvtier.store import Store
@@ -86,6 +87,24 @@ async def test_what_went_away_between_find_and_fetch_is_none_and_nothing_is_writ
         source.close()
         assert not any(place.views[0].any() for place in places)
         assert pair.tier.status()[0]["up"]
+
+
+async def test_a_peer_that_has_more_by_now_gives_what_it_said_it_had(tmp_path: Path, monkeypatch) -> None:
+    """Between Find and a Fetch of other pages than were asked for ahead the path grew: the pages come, nobody fails."""
+    monkeypatch.setattr(items, "CHUNK_BYTES", 2 * SIZE)
+    async with direct(tmp_path) as pair:
+        await computed(pair, PATH[: 4 * SPEC.stride])
+        (source,) = await pair.tier.find(pair.shared, PATH, 0)
+        engine = Engine(pair.far)
+        await engine.open(SPEC)
+        assert await engine.put(PATH, 4) == 5
+        engine.leave()
+        places = blank(range(1, 4))
+        assert None not in await source.fetch(places)
+        source.close()
+        assert source.pages == 4
+        assert all(right(place, PATH) for place in places)
+        assert pair.tier.counts["peer_mismatch"] == 0
 
 
 async def test_pages_that_only_the_peers_disk_has_are_served(tmp_path: Path) -> None:

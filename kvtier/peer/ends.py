@@ -92,7 +92,8 @@ class DirectSource(_Held):
         """Find on another connection, where nothing comes that was asked for ahead and is not wanted."""
         self.close()
         self._ahead = None
-        answer = await self._tier.ask(self._peer, self._shared, frames.Find(self._shared.id, self._keys), frames.Found)
+        keys = self._keys[: self.pages * self._shared.spec.stride]  # it may have more by now
+        answer = await self._tier.ask(self._peer, self._shared, frames.Find(self._shared.id, keys), frames.Found)
         if answer is not None:
             self._pipe, found = answer
             if found.pages < self.pages:
