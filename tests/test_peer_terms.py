@@ -27,6 +27,7 @@ from kvtier.peer import frames, speed
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
+from kvtier.peer.items import echo, picks_of
 from kvtier.peer.members import keys_of
 from kvtier.peer.pace import Bucket
 from kvtier.peer.pipe import Pipe
@@ -128,6 +129,31 @@ async def test_a_packed_page_that_is_damaged_or_too_large_is_not_served(tmp_path
         await engine.open(SPEC)
         assert await engine.get(PATH) == 0
         engine.leave()
+
+
+async def test_what_was_offered_is_not_taken_for_what_was_asked_about_next(tmp_path: Path) -> None:
+    """A path is offered, another one asked about, then pages come under the second one's echo: none is served."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    other, page = tokens(*range(20, 29)), smooth(0)
+    sums = np.array([xxhash.xxh3_64_intdigest(page)], "<u8").tobytes()
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, other, 9) == 9
+        shared = tier.shared(SPEC, "uid:0", 0)
+        for turn in (frames.Find(shared.id, other), frames.Offer(shared.id, other, (frames.Pick(7, b""),))):
+            sink = await tier.offer("far", shared, PATH, ())
+            with contextlib.suppress(KvtierError):
+                await sink._pipe.ask(turn, frames.Found)
+            await sink._pipe.send(frames.Load(picks_of([(0, 0)]), sums, PAGE, echo(shared.id, other)))
+            with contextlib.suppress(OSError, EOFError, KvtierError):
+                await asyncio.get_running_loop().sock_sendall(sink._pipe.sock, page.tobytes())
+                await sink._pipe.receive(frames.Stored)
+            sink.close()
+            await until(lambda: idle(far) == [])
+            engine = Engine(far)
+            await engine.open(SPEC)
+            assert await engine.get(PATH) == 0
+            engine.leave()
 
 
 async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(tmp_path: Path) -> None:

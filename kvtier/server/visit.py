@@ -138,6 +138,11 @@ class Visit:
             raise bad("cache", "a token cache")
         return route
 
+    def _turn_to(self, route: Route | None) -> None:
+        """Be about another path: what was to come of the one before must not be taken for it."""
+        self._let_go()
+        self._route = route
+
     def _cache(self, shared: Shared) -> Cache | None:
         """This host's cache of the same name, if there is one."""
         if self._parts.epoch(base_id(shared.spec, shared.scope)):
@@ -149,7 +154,7 @@ class Visit:
 
     async def _find(self, msg: frames.Find) -> frames.Message:
         """How much of a path is here; remembers it."""
-        self._route = None
+        self._turn_to(None)
         route = self._tokens(msg.cache, msg.keys)
         cache = self._cache(route.shared)
         pages = 0 if cache is None else cache.radix.match(msg.keys, self._parts.now()).pages
@@ -161,7 +166,7 @@ class Visit:
 
     async def _have(self, msg: frames.Have) -> frames.Message:
         """Which keys are here; remembers them."""
-        self._route = None
+        self._turn_to(None)
         route = self._path(msg.cache, msg.keys, group=msg.group)
         if not route.shared.spec.keyed:
             raise bad("cache", "a keyed cache")
@@ -251,9 +256,9 @@ class Visit:
 
     async def _offer(self, msg: frames.Offer) -> frames.Message:
         """A peer has a path: say what of it is wanted here, which is reserved."""
-        self._route = self._path(msg.cache, msg.keys, msg.spare, msg.group)
-        spec = self._route.shared.spec
-        items_of(spec, msg.spare, len(msg.keys) // spec.stride)
+        route = self._path(msg.cache, msg.keys, msg.spare, msg.group)
+        items_of(route.shared.spec, msg.spare, len(msg.keys) // route.shared.spec.stride)
+        self._turn_to(route)
         return await self._more(frames.More())
 
     async def _more(self, _: frames.More) -> frames.Message:
