@@ -23,7 +23,7 @@ from fleetkit import free_ports, write_secrets
 from kvtier import quant
 from kvtier.config import load
 from kvtier.identity import GroupSpec
-from kvtier.peer import frames, speed
+from kvtier.peer import frames, items, speed
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
@@ -47,11 +47,13 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="open
 
 
 @contextlib.asynccontextmanager
-async def pair(near: Terms, far: Terms, pool: ThreadPoolExecutor | None = None) -> AsyncIterator[tuple[Direct, Store]]:
-    """A tier `near`, and the store of its peer `far` (and its threads), in this process."""
+async def pair(
+    near: Terms, far: Terms, pool: ThreadPoolExecutor | None = None, fame: Fame | None = None
+) -> AsyncIterator[tuple[Direct, Store]]:
+    """A tier `near`, and the store of its peer `far` (with these threads, and that fame), in this process."""
     nodes = {name: ("127.0.0.1", port) for name, port in zip((near.name, far.name), free_ports(2), strict=True)}
     async with storing(None) as store:
-        home = Home(store, far, nodes[far.name], Fame())
+        home = Home(store, far, nodes[far.name], fame or Fame())
         home.pool = pool or home.pool
         home.start()
         tier = Direct(nodes, near)
@@ -129,6 +131,25 @@ async def test_a_packed_page_that_is_damaged_or_too_large_is_not_served(tmp_path
         await engine.open(SPEC)
         assert await engine.get(PATH) == 0
         engine.leave()
+
+
+async def test_a_prompt_is_as_hot_as_it_is_asked_for_in_any_number_of_pieces(tmp_path: Path, monkeypatch) -> None:
+    """Nine pieces of one path, fetched one by one, count as one fetch; the same once more is the second."""
+    monkeypatch.setattr(items, "CHUNK_BYTES", PAGE)
+    secrets, fame = read(write_secrets(tmp_path / "secrets", ["uid:0"])), Fame()
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0), fame=fame) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        engine = Engine(far)
+        await engine.open(SPEC)
+        assert await engine.put(PATH) == 9
+        engine.leave()
+        for times in (1, 2):
+            (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0)
+            for at in range(9):
+                assert None not in await source.fetch([Place(0, at, [np.zeros(PAGE, np.uint8)])])
+            source.close()
+            (score,) = fame._scores.values()
+            assert times - 1 < score.fetches <= times
 
 
 async def test_what_was_offered_is_not_taken_for_what_was_asked_about_next(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ class Visit:
         self._guest = Guest(self._parts, "home", home.store.cap_bytes)
         self._known: dict[bytes, Shared] = {}
         self._route: Route | None = None
+        self._fresh = False
+        """Nothing of the path has been fetched: it counts once, in however many pieces it goes."""
         self._taking: Reservation | None = None
         self._positions: list[int] = []
         """Keyed caches: of what is being taken, the positions in what was offered."""
@@ -161,6 +163,7 @@ class Visit:
         if not pages:
             return frames.Found(0)
         self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
+        self._fresh = True
         more = self._home.fame.more(keys_of(route.shared, self._route.keys)[0], time.monotonic())
         return frames.Found(pages, more)
 
@@ -225,7 +228,9 @@ class Visit:
         node = index.ending_at(found.node, pages)
         index.use(node, self._parts.now())
         with self._parts.leased(cache, node):
-            if self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic()) and self._parts.peers:
+            fresh, self._fresh = self._fresh, False
+            hot = fresh and self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic())
+            if hot and self._parts.peers:
                 self._parts.peers.pushes.offer(cache, node, pages)
             await self._send(cache, node, items, nbytes, packed=msg.packed)
         return None
