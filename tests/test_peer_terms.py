@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ from kvtier.identity import GroupSpec
 from kvtier.peer import frames, items, speed
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
-from kvtier.peer.fame import Fame
+from kvtier.peer.fame import MOST, Fame
 from kvtier.peer.items import echo, picks_of
 from kvtier.peer.members import keys_of
 from kvtier.peer.pace import Bucket
@@ -150,6 +151,19 @@ async def test_a_prompt_is_as_hot_as_it_is_asked_for_in_any_number_of_pieces(tmp
             source.close()
             (score,) = fame._scores.values()
             assert times - 1 < score.fetches <= times
+
+
+async def test_what_others_said_of_a_prompt_is_not_passed_on(tmp_path: Path) -> None:
+    """A home that was told of more homes tells who asks it what it counted itself, which is none."""
+    secrets, fame = read(write_secrets(tmp_path / "secrets", ["uid:0"])), Fame()
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0), fame=fame) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        key, now = keys_of(tier.shared(SPEC, "uid:0", 0), PATH)[0], time.monotonic()
+        fame.tell(key, MOST, now)
+        assert fame.more(key, now) == MOST
+        await take(tier, PATH, 9)
+        assert tier.fame.more(key, time.monotonic()) == 0
 
 
 async def test_what_was_offered_is_not_taken_for_what_was_asked_about_next(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class Visit:
             return frames.Found(0)
         self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
         self._fresh = True
-        more = self._home.fame.more(keys_of(route.shared, self._route.keys)[0], time.monotonic())
+        more = self._home.fame.level(keys_of(route.shared, self._route.keys)[0], time.monotonic())
         return frames.Found(pages, more)
 
     async def _have(self, msg: frames.Have) -> frames.Message:
