@@ -24,7 +24,7 @@ from fleetkit import free_ports, write_secrets
 from kvtier import quant
 from kvtier.config import load
 from kvtier.identity import GroupSpec
-from kvtier.peer import frames, items, speed
+from kvtier.peer import bulk, frames, items, speed
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import MOST, Fame
@@ -151,6 +151,18 @@ async def test_a_prompt_is_as_hot_as_it_is_asked_for_in_any_number_of_pieces(tmp
             source.close()
             (score,) = fame._scores.values()
             assert times - 1 < score.fetches <= times
+
+
+async def test_bytes_that_are_sent_before_there_is_a_thread_are_counted(tmp_path: Path, monkeypatch) -> None:
+    """A transfer of nine pages, of which one goes at once and the rest in a thread, counts nine."""
+    monkeypatch.setattr(bulk, "SMALL", PAGE)
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        await take(tier, PATH, 9)
+        await until(lambda: far.parts.counts["pages_served_peer"] == 9)
+        assert far.parts.counts["bytes_host_to_peer"] == 9 * PAGE
 
 
 async def test_what_others_said_of_a_prompt_is_not_passed_on(tmp_path: Path) -> None:

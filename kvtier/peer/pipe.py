@@ -218,10 +218,10 @@ class Pipe:
         if self.sealed or self._channel or self.pace.out or load.packed:
             await self.threaded(pool, work, within_s)
             return
-        self.wire, self.coding_s = load.nbytes, 0.0
         left = bulk.begin(self.sock, [memoryview(session.close(load)), *views])
         if left:
             await self.threaded(pool, lambda line: line.pour(left), within_s, begun=True)
+        self.wire, self.coding_s = load.nbytes, 0.0
 
     async def fill(
         self, pool: Executor, load: frames.Load, places: Sequence[Place], within_s: float
