@@ -11,11 +11,13 @@ import xxhash
 
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
+from kvtier.device.host import HostDevice
 from kvtier.identity import CacheSpec
 from kvtier.peer import items
 from kvtier.peer.base import Place
 from kvtier.peer.items import picks_of
 from kvtier.store import Store
+from kvtier.store.vram import DeviceMemory
 from kvtier.types import Presence, Tier
 from peerkit import SPEC, TIERS, Pair, blank, direct, right
 from storekit import quiet, storing, until
@@ -203,6 +205,32 @@ async def test_windows_and_states_come_with_the_boundary_that_needs_them(tmp_pat
         await until(lambda: not near.parts.peers.busy)
         assert idle(near) == []
         near.parts.peers = None  # the tier is closed by whoever made it
+
+
+async def test_pages_that_were_computed_on_a_device_are_pushed_once_host_has_them(tmp_path: Path, monkeypatch) -> None:
+    """A push that begins while pages are still on their way down waits for them; none is dropped."""
+    memory = DeviceMemory(HostDevice, 1 << 20, slab_bytes=64 << 10, deadline_s=30.0)
+    async with direct(tmp_path) as pair, storing(None, device=memory, cap=1.0) as near:
+        down = near.parts.vram.demote._down
+
+        async def late(*args: object) -> bool:
+            await asyncio.sleep(0.2)
+            return await down(*args)
+
+        monkeypatch.setattr(near.parts.vram.demote, "_down", late)
+        near.join_fleet(pair.tier)
+        near.parts.peers.start()
+        mine = Engine(near)
+        await mine.open(SPEC)
+        assert await mine.put(PATH) == 9
+        mine.leave()
+        await until(lambda: not near.parts.peers.busy)
+        assert near.parts.counts["pages_pushed_peer"] == 9
+        assert near.parts.counts["peer_push_dropped_gone"] == 0
+        theirs = Engine(pair.far)
+        await theirs.open(SPEC)
+        assert await theirs.get(PATH) == 9
+        theirs.leave()
 
 
 KEYED = spec(key_bytes=16)
