@@ -316,7 +316,7 @@ async def test_a_transfer_that_gets_no_thread_brings_nothing_and_nobody_is_blame
     """The threads of one end are all taken: a fetch ends, the peer is up, and once they are free again pages come."""
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
     far, gate = ThreadPoolExecutor(1), threading.Event()
-    terms = [Terms(name, secrets, 1.0, rate=64 << 20) for name in ("near", "far")]
+    terms = [Terms(name, secrets, 2.0, rate=64 << 20) for name in ("near", "far")]
     async with pair(*terms, pool=far) as (tier, _):
         await until(lambda: tier.status()[0]["up"])
         assert await give(tier, PATH, 9) == 9
