@@ -16,14 +16,13 @@ from kvtier.peer.depot import Depot
 from kvtier.peer.direct import Direct
 from kvtier.peer.secrets import read
 from kvtier.peer.shelf import Shelf
-from kvtier.peer.terms import Terms
+from kvtier.peer.terms import MIN_RATE, Terms
 from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
 from kvtier.store import Store
 from kvtier.types import Code, KvtierError, bad
 
 MAX_NODES: Final = 1024
-MIN_RATE: Final = 1 << 20
 _log = logging.getLogger("kvtier.peer")
 
 

@@ -8,7 +8,10 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +24,16 @@ from fleetkit import free_ports, write_secrets
 from kvtier import quant
 from kvtier.config import load
 from kvtier.identity import GroupSpec
-from kvtier.peer import frames, speed
+from kvtier.peer import bulk, frames, items, speed
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
-from kvtier.peer.fame import Fame
+from kvtier.peer.fame import MOST, Fame
+from kvtier.peer.items import echo, picks_of
 from kvtier.peer.members import keys_of
 from kvtier.peer.pace import Bucket
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import read
-from kvtier.peer.terms import Terms
+from kvtier.peer.terms import MAX_OPS, Terms
 from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
 from kvtier.store import Store
@@ -44,11 +48,14 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="open
 
 
 @contextlib.asynccontextmanager
-async def pair(near: Terms, far: Terms) -> AsyncIterator[tuple[Direct, Store]]:
-    """A tier `near`, and the store of its peer `far`, in this process."""
+async def pair(
+    near: Terms, far: Terms, pool: ThreadPoolExecutor | None = None, fame: Fame | None = None
+) -> AsyncIterator[tuple[Direct, Store]]:
+    """A tier `near`, and the store of its peer `far` (with these threads, and that fame), in this process."""
     nodes = {name: ("127.0.0.1", port) for name, port in zip((near.name, far.name), free_ports(2), strict=True)}
     async with storing(None) as store:
-        home = Home(store, far, nodes[far.name], Fame())
+        home = Home(store, far, nodes[far.name], fame or Fame())
+        home.pool = pool or home.pool
         home.start()
         tier = Direct(nodes, near)
         tier.start()
@@ -125,6 +132,75 @@ async def test_a_packed_page_that_is_damaged_or_too_large_is_not_served(tmp_path
         await engine.open(SPEC)
         assert await engine.get(PATH) == 0
         engine.leave()
+
+
+async def test_a_prompt_is_as_hot_as_it_is_asked_for_in_any_number_of_pieces(tmp_path: Path, monkeypatch) -> None:
+    """Nine pieces of one path, fetched one by one, count as one fetch; the same once more is the second."""
+    monkeypatch.setattr(items, "CHUNK_BYTES", PAGE)
+    secrets, fame = read(write_secrets(tmp_path / "secrets", ["uid:0"])), Fame()
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0), fame=fame) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        engine = Engine(far)
+        await engine.open(SPEC)
+        assert await engine.put(PATH) == 9
+        engine.leave()
+        for times in (1, 2):
+            (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0)
+            for at in range(9):
+                assert None not in await source.fetch([Place(0, at, [np.zeros(PAGE, np.uint8)])])
+            source.close()
+            (score,) = fame._scores.values()
+            assert times - 1 < score.fetches <= times
+
+
+async def test_bytes_that_are_sent_before_there_is_a_thread_are_counted(tmp_path: Path, monkeypatch) -> None:
+    """A transfer of nine pages, of which one goes at once and the rest in a thread, counts nine."""
+    monkeypatch.setattr(bulk, "SMALL", PAGE)
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        await take(tier, PATH, 9)
+        await until(lambda: far.parts.counts["pages_served_peer"] == 9)
+        assert far.parts.counts["bytes_host_to_peer"] == 9 * PAGE
+
+
+async def test_what_others_said_of_a_prompt_is_not_passed_on(tmp_path: Path) -> None:
+    """A home that was told of more homes tells who asks it what it counted itself, which is none."""
+    secrets, fame = read(write_secrets(tmp_path / "secrets", ["uid:0"])), Fame()
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0), fame=fame) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        key, now = keys_of(tier.shared(SPEC, "uid:0", 0), PATH)[0], time.monotonic()
+        fame.tell(key, MOST, now)
+        assert fame.more(key, now) == MOST
+        await take(tier, PATH, 9)
+        assert tier.fame.more(key, time.monotonic()) == 0
+
+
+async def test_what_was_offered_is_not_taken_for_what_was_asked_about_next(tmp_path: Path) -> None:
+    """A path is offered, another one asked about, then pages come under the second one's echo: none is served."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    other, page = tokens(*range(20, 29)), smooth(0)
+    sums = np.array([xxhash.xxh3_64_intdigest(page)], "<u8").tobytes()
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, other, 9) == 9
+        shared = tier.shared(SPEC, "uid:0", 0)
+        for turn in (frames.Find(shared.id, other), frames.Offer(shared.id, other, (frames.Pick(7, b""),))):
+            sink = await tier.offer("far", shared, PATH, ())
+            with contextlib.suppress(KvtierError):
+                await sink._pipe.ask(turn, frames.Found)
+            await sink._pipe.send(frames.Load(picks_of([(0, 0)]), sums, PAGE, echo(shared.id, other)))
+            with contextlib.suppress(OSError, EOFError, KvtierError):
+                await asyncio.get_running_loop().sock_sendall(sink._pipe.sock, page.tobytes())
+                await sink._pipe.receive(frames.Stored)
+            sink.close()
+            await until(lambda: idle(far) == [])
+            engine = Engine(far)
+            await engine.open(SPEC)
+            assert await engine.get(PATH) == 0
+            engine.leave()
 
 
 async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(tmp_path: Path) -> None:
@@ -220,6 +296,48 @@ async def test_what_a_peer_gets_and_gives_is_held_to_the_rate(tmp_path: Path) ->
             assert await give(tier, PATH, 9) == 9
             await take(tier, PATH, 9)
             assert loop.time() - begin > 2 * 0.9 * 8 * PAGE / (8 << 20)
+
+
+async def test_both_ends_are_as_patient_as_the_slower_rate_needs(tmp_path: Path) -> None:
+    """A rate on either end only: both give as many transfers as may share it the time that they need."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    rate, size = 2 << 20, 9 * PAGE
+    for near, far in ((rate, 0), (0, rate), (rate, 2 * rate)):
+        terms = Terms("near", secrets, rate=near), Terms("far", secrets, rate=far)
+        ends = [Pipe(sock) for sock in socket.socketpair()]
+        await asyncio.gather(ends[0].knock(terms[0], "far", sealed=True), ends[1].answer(terms[1], b"life" * 2))
+        assert all(end.within(size) > MAX_OPS * size / rate for end in ends)
+        for end in ends:
+            end.close()
+
+
+@pytest.mark.parametrize("end", ["near", "far"])
+async def test_a_transfer_that_gets_no_thread_brings_nothing_and_nobody_is_blamed(tmp_path: Path, end) -> None:
+    """The threads of one end are all taken: a fetch ends, the peer is up, and once they are free again pages come."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    far, gate = ThreadPoolExecutor(1), threading.Event()
+    terms = [Terms(name, secrets, 2.0, rate=64 << 20) for name in ("near", "far")]
+    async with pair(*terms, pool=far) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        pool = tier.pool if end == "near" else far
+        try:
+            for _ in range(pool._max_workers):
+                pool.submit(gate.wait)
+            (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0)
+            assert await source.fetch([Place(0, at, [np.zeros(PAGE, np.uint8)]) for at in range(9)]) == [None] * 9
+        finally:
+            gate.set()
+        assert tier.counts["peer_refused"] == 1
+        assert tier.counts["peer_failures"] == 0
+        await take(tier, PATH, 9)
+
+
+def test_a_rate_that_was_altered_on_the_way_is_found_out(tmp_path: Path) -> None:
+    """The proof of the host that is asked covers both rates."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    session = frames.Session(secrets.session((b"n" * 16, b"m" * 16), ("a", "b")), asker=False)
+    assert len({session.challenge(b"life", rates) for rates in ((0, 0), (1, 0), (0, 1), (1, 1))}) == 4
 
 
 # -- TLS -------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,13 @@ import xxhash
 
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
+from kvtier.device.host import HostDevice
 from kvtier.identity import CacheSpec
+from kvtier.peer import items
 from kvtier.peer.base import Place
 from kvtier.peer.items import picks_of
 from kvtier.store import Store
+from kvtier.store.vram import DeviceMemory
 from kvtier.types import Presence, Tier
 from peerkit import SPEC, TIERS, Pair, blank, direct, right
 from storekit import quiet, storing, until
@@ -86,6 +89,24 @@ async def test_what_went_away_between_find_and_fetch_is_none_and_nothing_is_writ
         source.close()
         assert not any(place.views[0].any() for place in places)
         assert pair.tier.status()[0]["up"]
+
+
+async def test_a_peer_that_has_more_by_now_gives_what_it_said_it_had(tmp_path: Path, monkeypatch) -> None:
+    """Between Find and a Fetch of other pages than were asked for ahead the path grew: the pages come, nobody fails."""
+    monkeypatch.setattr(items, "CHUNK_BYTES", 2 * SIZE)
+    async with direct(tmp_path) as pair:
+        await computed(pair, PATH[: 4 * SPEC.stride])
+        (source,) = await pair.tier.find(pair.shared, PATH, 0)
+        engine = Engine(pair.far)
+        await engine.open(SPEC)
+        assert await engine.put(PATH, 4) == 5
+        engine.leave()
+        places = blank(range(1, 4))
+        assert None not in await source.fetch(places)
+        source.close()
+        assert source.pages == 4
+        assert all(right(place, PATH) for place in places)
+        assert pair.tier.counts["peer_mismatch"] == 0
 
 
 async def test_pages_that_only_the_peers_disk_has_are_served(tmp_path: Path) -> None:
@@ -184,6 +205,32 @@ async def test_windows_and_states_come_with_the_boundary_that_needs_them(tmp_pat
         await until(lambda: not near.parts.peers.busy)
         assert idle(near) == []
         near.parts.peers = None  # the tier is closed by whoever made it
+
+
+async def test_pages_that_were_computed_on_a_device_are_pushed_once_host_has_them(tmp_path: Path, monkeypatch) -> None:
+    """A push that begins while pages are still on their way down waits for them; none is dropped."""
+    memory = DeviceMemory(HostDevice, 1 << 20, slab_bytes=64 << 10, deadline_s=30.0)
+    async with direct(tmp_path) as pair, storing(None, device=memory, cap=1.0) as near:
+        down = near.parts.vram.demote._down
+
+        async def late(*args: object) -> bool:
+            await asyncio.sleep(0.2)
+            return await down(*args)
+
+        monkeypatch.setattr(near.parts.vram.demote, "_down", late)
+        near.join_fleet(pair.tier)
+        near.parts.peers.start()
+        mine = Engine(near)
+        await mine.open(SPEC)
+        assert await mine.put(PATH) == 9
+        mine.leave()
+        await until(lambda: not near.parts.peers.busy)
+        assert near.parts.counts["pages_pushed_peer"] == 9
+        assert near.parts.counts["peer_push_dropped_gone"] == 0
+        theirs = Engine(pair.far)
+        await theirs.open(SPEC)
+        assert await theirs.get(PATH) == 9
+        theirs.leave()
 
 
 KEYED = spec(key_bytes=16)

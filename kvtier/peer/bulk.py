@@ -45,7 +45,7 @@ class Line:
         self,
         sock: socket.socket,
         session: frames.Session,
-        within_s: float,
+        until: float,
         *,
         sealed: bool,
         channel: Channel | None,
@@ -56,7 +56,7 @@ class Line:
         self._sealed = sealed
         self._channel = channel
         self._pace = pace
-        self._until = time.monotonic() + within_s
+        self._until = until
         self.wire = 0
         """Bytes of items as they travelled."""
         self.coding_s = 0.0
@@ -73,6 +73,11 @@ class Line:
             shut(self._sock)
 
     # -- pages ------------------------------------------------------------------------------------------------------
+
+    def announce(self, load: frames.Load) -> None:
+        """Send the frame that the items follow."""
+        head = memoryview(self._session.close(load))
+        self._send([head if self._channel is None else memoryview(self._channel.seal(head))])
 
     def pour(self, views: list[memoryview]) -> None:
         """Send bytes of pages in order, many a call; under a seal what follows the frame that was sent last."""

@@ -21,13 +21,11 @@ from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.speed import Packing
-from kvtier.peer.terms import Terms
+from kvtier.peer.terms import MAX_OPS, Terms
 from kvtier.types import Kind, KvtierError
 
 T = TypeVar("T")
 THREADS: Final = 16
-MAX_OPS: Final = 8
-"""Requests under way to one peer."""
 AHEAD_BYTES: Final = 4 << 20
 """So much is asked for before it is known to be there and to have room here: a round trip is long beside it."""
 HEDGE: Final = 40

@@ -92,7 +92,8 @@ class DirectSource(_Held):
         """Find on another connection, where nothing comes that was asked for ahead and is not wanted."""
         self.close()
         self._ahead = None
-        answer = await self._tier.ask(self._peer, self._shared, frames.Find(self._shared.id, self._keys), frames.Found)
+        keys = self._keys[: self.pages * self._shared.spec.stride]  # it may have more by now
+        answer = await self._tier.ask(self._peer, self._shared, frames.Find(self._shared.id, keys), frames.Found)
         if answer is not None:
             self._pipe, found = answer
             if found.pages < self.pages:
@@ -115,7 +116,7 @@ class DirectSource(_Held):
             await self._again()
         pipe, ahead, self._ahead = self._open(), self._ahead, None
         fetch = ahead or frames.Fetch(picks, tier.packing.pays(into, self._shared.id, len(items)))
-        until = time.monotonic() + 2 * tier.terms.within(nbytes)  # it may read its disk first
+        until = time.monotonic() + 2 * pipe.within(nbytes)  # it may read its disk first
         try:
             async with asyncio.timeout(until - time.monotonic()):
                 load = await (pipe.receive(frames.Load) if ahead else pipe.ask(fetch, frames.Load))
@@ -153,9 +154,9 @@ class DirectSink(_Held):
         nbytes = nbytes_of(self._shared.spec, items)
         packed = tier.packing.pays(self._peer.out, self._shared.id, len(items))
         load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo, packed)
-        within, begin = 2 * tier.terms.within(nbytes), time.monotonic()
+        within, begin = pipe.within(nbytes), time.monotonic()
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(2 * within):
                 await pipe.pour(tier.pool, load, places, within)
                 stored = await pipe.receive(frames.Stored)
         except BaseException as exc:

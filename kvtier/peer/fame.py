@@ -33,15 +33,15 @@ class Fame:
 
     def note(self, key: bytes, now: float) -> bool:
         """Count a fetch; whether it is to be given to one home more now."""
-        before = self._level(key, now)
+        before = self.level(key, now)
         old = self._scores.pop(key, Score(0.0, now))
         self._scores[key] = Score(old.fetches * 0.5 ** ((now - old.at) / HALF_S) + 1.0, now)
         if len(self._scores) > MAX_KEYS:
             self._scores.popitem(last=False)
-        return self._level(key, now) > before
+        return self.level(key, now) > before
 
-    def _level(self, key: bytes, now: float) -> int:
-        """Homes more, by the fetches here."""
+    def level(self, key: bytes, now: float) -> int:
+        """Homes more, by the fetches here: what others are told, who would hear their own words for ever else."""
         score = self._scores.get(key)
         if score is None:
             return 0
@@ -59,4 +59,4 @@ class Fame:
     def more(self, key: bytes, now: float) -> int:
         """Homes more than usual, by the fetches here and what others said."""
         told, until = self._told.get(key, (0, 0.0))
-        return max(self._level(key, now), told if now < until else 0)
+        return max(self.level(key, now), told if now < until else 0)

@@ -45,6 +45,8 @@ class Knock(Message, tag=1):
     """Whether an HMAC follows the bytes of pages."""
     name: str = ""
     """Who knocks: its name in the fleet, which the key of the connection follows from, too. Version 1 had none."""
+    rate: int = 0
+    """Bytes of pages a second at most, each way; 0: no limit."""
 
 
 class Challenge(Message, tag=2):
@@ -53,6 +55,9 @@ class Challenge(Message, tag=2):
     nonce: bytes
     incarnation: bytes
     proof: bytes
+    """It covers both rates."""
+    rate: int = 0
+    """As Knock has it."""
 
 
 class Ping(Message, tag=3):
@@ -244,9 +249,9 @@ class Session:
         self.id = derive(key, b"id")
         self._answer = derive(key, b"challenge")
 
-    def challenge(self, incarnation: bytes) -> bytes:
-        """What the answerer proves with."""
-        return derive(self._answer, incarnation)
+    def challenge(self, incarnation: bytes, rates: tuple[int, int]) -> bytes:
+        """What the answerer proves with; `rates`: the asker's, its own."""
+        return derive(self._answer, b"%d %d " % rates + incarnation)
 
     def close(self, message: Message) -> bytes:
         """The next frame that is sent, whole."""

@@ -8,8 +8,10 @@ import hmac
 import ipaddress
 import secrets as random
 import socket
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -46,6 +48,8 @@ class Pipe:
         """Bytes of items, as they travelled, of the transfer that was last,"""
         self.coding_s = 0.0
         """and seconds for packing or unpacking them."""
+        self._terms: Terms | None = None
+        """Those that both ends keep to."""
         self._channel = channel
         self._loop = asyncio.get_running_loop()
 
@@ -56,13 +60,15 @@ class Pipe:
         await self._shake()
         self.sealed = not (self.local or self._channel) if sealed is None else sealed
         nonce = random.token_bytes(frames.NONCE_BYTES)
-        await self.send(frames.Knock(frames.VERSION, nonce, self.sealed, terms.name))
+        await self.send(frames.Knock(frames.VERSION, nonce, self.sealed, terms.name, terms.rate))
         answer = await self.receive(frames.Challenge, frames.MAX_HELLO)
         key = terms.secrets.session((nonce, answer.nonce), (terms.name, peer))
         session = frames.Session(key, asker=True)
-        if not hmac.compare_digest(session.challenge(answer.incarnation), answer.proof):
+        proof = session.challenge(answer.incarnation, (terms.rate, answer.rate))
+        if not hmac.compare_digest(proof, answer.proof):
             raise KvtierError(Code.FORBIDDEN, f"the peer does not have the fleet's key, or is not {peer}")
         self.session, self.incarnation = session, answer.incarnation
+        self._terms = terms.met(answer.rate)
 
     async def answer(self, terms: Terms, incarnation: bytes) -> str:
         """As the answerer: agree on keys; who asks. It has shown nothing (but a certificate) before its next frame."""
@@ -80,8 +86,9 @@ class Pipe:
         nonce = random.token_bytes(frames.NONCE_BYTES)
         key = terms.secrets.session((knock.nonce, nonce), (knock.name, terms.name))
         session = frames.Session(key, asker=False)
-        await self.send(frames.Challenge(nonce, incarnation, session.challenge(incarnation)))
-        self.session = session
+        proof = session.challenge(incarnation, (knock.rate, terms.rate))
+        await self.send(frames.Challenge(nonce, incarnation, proof, terms.rate))
+        self.session, self._terms = session, terms.met(knock.rate)
         return knock.name
 
     async def _shake(self) -> None:
@@ -151,47 +158,70 @@ class Pipe:
 
     # -- bytes of pages -------------------------------------------------------------------------------------------
 
-    async def threaded(self, pool: Executor, work: Callable[[bulk.Line], T], within_s: float) -> T:
-        """Let a worker thread use the connection for so long at most. Raises what `work` raises.
+    def within(self, nbytes: int) -> float:
+        """Seconds that a transfer may take, as both ends reckon."""
+        assert self._terms is not None
+        return self._terms.within(nbytes)
 
-        A cancelled caller shuts the connection, so that the thread ends, and waits for that.
+    async def threaded(
+        self, pool: Executor, work: Callable[[bulk.Line], T], within_s: float, *, begun: bool = False
+    ) -> T:
+        """Let a worker thread use the connection, all over so long from now. Raises what `work` raises.
+
+        Raises a Refusal where no thread is free for half of the time: that is nobody's fault but this host's. `begun`:
+        bytes are on their way, so that the connection is of no use then. A cancelled caller shuts the connection, so
+        that the thread ends, and waits for that.
         """
-        session = self.session
+        session, until = self.session, time.monotonic() + within_s
         assert session is not None
 
         def run() -> T:
-            line = bulk.Line(self.sock, session, within_s, sealed=self.sealed, channel=self._channel, pace=self.pace)
+            line = bulk.Line(self.sock, session, until, sealed=self.sealed, channel=self._channel, pace=self.pace)
             with line:
                 result = work(line)
             self.wire, self.coding_s = line.wire, line.coding_s
             return result
 
-        future = asyncio.ensure_future(self._loop.run_in_executor(pool, run))
+        job = pool.submit(run)
+        future = asyncio.wrap_future(job)
+        timer = self._loop.call_later(within_s / 2, job.cancel)  # what runs goes on
         try:
-            return await asyncio.shield(future)
+            await asyncio.wait([future])
         except asyncio.CancelledError:
+            job.cancel()
             bulk.shut(self.sock)
             await drained(future)
             if not future.cancelled():
                 future.exception()  # nobody waits for it, and asyncio would complain
             raise
+        finally:
+            timer.cancel()
+        if not future.cancelled():
+            return future.result()
+        if begun:
+            bulk.shut(self.sock)
+        raise frames.Refusal(Code.BUSY, "no thread was free for a transfer")
 
     async def pour(self, pool: Executor, load: frames.Load, places: Sequence[Place], within_s: float) -> None:
         """Send a frame and the items' bytes in order. Like `threaded`; what fits at once goes without a thread."""
         session = self.session
         assert session is not None
-        head = session.close(load)
         views = [memoryview(view) for place in places for view in place.views]
-        self.wire, self.coding_s = load.nbytes, 0.0
+
+        def work(line: bulk.Line) -> None:
+            line.announce(load)  # once there is a thread: without one the answer is a Refusal
+            if load.packed:
+                line.pour_packed(places)
+            else:
+                line.pour(views)
+
         if self.sealed or self._channel or self.pace.out or load.packed:
-            async with asyncio.timeout(within_s):
-                await self._send(head)
-        else:
-            views = bulk.begin(self.sock, [memoryview(head), *views])
-        if load.packed:
-            await self.threaded(pool, lambda line: line.pour_packed(places), within_s)
-        elif views:
-            await self.threaded(pool, lambda line: line.pour(views), within_s)
+            await self.threaded(pool, work, within_s)
+            return
+        left = bulk.begin(self.sock, [memoryview(session.close(load)), *views])
+        if left:
+            await self.threaded(pool, lambda line: line.pour(left), within_s, begun=True)
+        self.wire, self.coding_s = load.nbytes, 0.0
 
     async def fill(
         self, pool: Executor, load: frames.Load, places: Sequence[Place], within_s: float
@@ -199,7 +229,8 @@ class Pipe:
         """Receive the items that a frame announced. Like `threaded` and Line.fill; small ones come without a thread."""
         sums = np.frombuffer(load.sums, "<u8").tolist()
         if self.sealed or self._channel or self.pace.into or load.packed or load.nbytes > bulk.SMALL:
-            return await self.threaded(pool, lambda line: line.fill(places, sums, packed=load.packed), within_s)
+            work = partial(bulk.Line.fill, places=places, sums=sums, packed=load.packed)
+            return await self.threaded(pool, work, within_s, begun=True)
         out: list[int | None] = [None] * len(places)
         try:
             async with asyncio.timeout(within_s):

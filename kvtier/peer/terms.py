@@ -7,6 +7,9 @@ from typing import Final, NamedTuple
 from kvtier.peer.secrets import Secrets
 from kvtier.peer.tls import Certs
 
+MAX_OPS: Final = 8
+"""Requests under way to one peer."""
+MIN_RATE: Final = 1 << 20
 MIN_BYTES_S: Final = 32 << 20
 """A transfer may take its deadline and the time that its bytes need at this rate."""
 
@@ -24,6 +27,12 @@ class Terms(NamedTuple):
     rate: int = 0
     """Bytes of pages a second to one peer, and as many from it, at most; 0: no limit."""
 
+    def met(self, rate: int) -> Terms:
+        """The same with a peer that keeps to that rate: transfers go at the lower one."""
+        rates = [each for each in (self.rate, rate) if each > 0]
+        return self._replace(rate=max(MIN_RATE, min(rates)) if rates else 0)
+
     def within(self, nbytes: int) -> float:
-        """Seconds that a transfer may take."""
-        return self.deadline_s + nbytes / (min(MIN_BYTES_S, self.rate / 2) if self.rate else MIN_BYTES_S)
+        """Seconds that a transfer may take, twice what it needs while as many as may share the rate."""
+        slowest = self.rate / (2 * MAX_OPS) if self.rate else MIN_BYTES_S
+        return self.deadline_s + nbytes / min(MIN_BYTES_S, slowest)

@@ -58,6 +58,8 @@ class Visit:
         self._guest = Guest(self._parts, "home", home.store.cap_bytes)
         self._known: dict[bytes, Shared] = {}
         self._route: Route | None = None
+        self._fresh = False
+        """Nothing of the path has been fetched: it counts once, in however many pieces it goes."""
         self._taking: Reservation | None = None
         self._positions: list[int] = []
         """Keyed caches: of what is being taken, the positions in what was offered."""
@@ -138,6 +140,11 @@ class Visit:
             raise bad("cache", "a token cache")
         return route
 
+    def _turn_to(self, route: Route | None) -> None:
+        """Be about another path: what was to come of the one before must not be taken for it."""
+        self._let_go()
+        self._route = route
+
     def _cache(self, shared: Shared) -> Cache | None:
         """This host's cache of the same name, if there is one."""
         if self._parts.epoch(base_id(shared.spec, shared.scope)):
@@ -149,19 +156,20 @@ class Visit:
 
     async def _find(self, msg: frames.Find) -> frames.Message:
         """How much of a path is here; remembers it."""
-        self._route = None
+        self._turn_to(None)
         route = self._tokens(msg.cache, msg.keys)
         cache = self._cache(route.shared)
         pages = 0 if cache is None else cache.radix.match(msg.keys, self._parts.now()).pages
         if not pages:
             return frames.Found(0)
         self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
-        more = self._home.fame.more(keys_of(route.shared, self._route.keys)[0], time.monotonic())
+        self._fresh = True
+        more = self._home.fame.level(keys_of(route.shared, self._route.keys)[0], time.monotonic())
         return frames.Found(pages, more)
 
     async def _have(self, msg: frames.Have) -> frames.Message:
         """Which keys are here; remembers them."""
-        self._route = None
+        self._turn_to(None)
         route = self._path(msg.cache, msg.keys, group=msg.group)
         if not route.shared.spec.keyed:
             raise bad("cache", "a keyed cache")
@@ -183,7 +191,7 @@ class Visit:
             nbytes = nbytes_of(cache.spec, items)
             missing = [m for _, node in wanted for m in self._parts.loads.missing(cache, node, [(route.group, 0, 1)])]
             if missing:
-                until = asyncio.get_running_loop().time() + self._home.terms.within(nbytes)
+                until = asyncio.get_running_loop().time() + self._pipe.within(nbytes)
                 await self._parts.loads.bring(cache, missing, until)
             places, sums = lend_keys(cache, route.group, wanted)
             if not places:
@@ -220,16 +228,18 @@ class Visit:
         node = index.ending_at(found.node, pages)
         index.use(node, self._parts.now())
         with self._parts.leased(cache, node):
-            if self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic()) and self._parts.peers:
+            fresh, self._fresh = self._fresh, False
+            hot = fresh and self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic())
+            if hot and self._parts.peers:
                 self._parts.peers.pushes.offer(cache, node, pages)
             await self._send(cache, node, items, nbytes, packed=msg.packed)
         return None
 
     async def _send(self, cache: Cache, node: Any, items: list[tuple[int, int]], nbytes: int, *, packed: bool) -> None:
         """Bring a leased path's items to host and send them."""
-        home, route = self._home, self._route
+        route = self._route
         assert route is not None
-        within = home.terms.within(nbytes)
+        within = self._pipe.within(nbytes)
         missing = self._parts.loads.missing(cache, node, ranges(items))
         if missing:
             await self._parts.loads.bring(cache, missing, asyncio.get_running_loop().time() + within)
@@ -242,9 +252,7 @@ class Visit:
         """Send items that are leased."""
         picks = picks_of((place.group, place.page) for place in places)
         load = frames.Load(picks, np.array(sums, "<u8").tobytes(), nbytes, name, packed)
-        home = self._home
-
-        await self._pipe.pour(home.pool, load, places, home.terms.within(nbytes))
+        await self._pipe.pour(self._home.pool, load, places, self._pipe.within(nbytes))
         self._parts.counts["pages_served_peer"] += len({place.page for place in places})
         self._parts.counts["bytes_host_to_peer"] += self._pipe.wire
         self._parts.counts["peer_packed"] += packed
@@ -253,9 +261,9 @@ class Visit:
 
     async def _offer(self, msg: frames.Offer) -> frames.Message:
         """A peer has a path: say what of it is wanted here, which is reserved."""
-        self._route = self._path(msg.cache, msg.keys, msg.spare, msg.group)
-        spec = self._route.shared.spec
-        items_of(spec, msg.spare, len(msg.keys) // spec.stride)
+        route = self._path(msg.cache, msg.keys, msg.spare, msg.group)
+        items_of(route.shared.spec, msg.spare, len(msg.keys) // route.shared.spec.stride)
+        self._turn_to(route)
         return await self._more(frames.More())
 
     async def _more(self, _: frames.More) -> frames.Message:
@@ -311,7 +319,7 @@ class Visit:
         if wrong or msg.echo != echo(route.shared.id, route.keys):
             raise EOFError("other pages came than were asked for")
         places = [Place(g, page, cache.views(g, slots[g, page][1])) for g, page in items]
-        got = await self._pipe.fill(home.pool, msg, places, home.terms.within(nbytes))
+        got = await self._pipe.fill(home.pool, msg, places, self._pipe.within(nbytes))
         known = {(i[0], slots[i][0]): value for i, value in zip(items, got, strict=True) if value is not None}
         if len(known) < len(items):
             self._parts.counts["peer_checksum"] += len(items) - len(known)

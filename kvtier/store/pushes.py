@@ -162,6 +162,7 @@ class Pushes:
         whole = True
         with self.parts.leased(cache, node):
             keys = path_keys(cache, node)[: end * cache.index.stride]
+            await self._down(cache, node, len(keys) // cache.index.stride)
             for home, pages in self._receivers(cache, shared, keys):
                 part = keys[: pages * cache.index.stride]
                 sink = await self.tier.offer(home, shared, part, _spare(cache, node, pages))
@@ -171,6 +172,12 @@ class Pushes:
                 with contextlib.closing(sink):
                     whole = await self._feed(cache, node, sink, pages, disk=disk) and whole
         return whole
+
+    async def _down(self, cache: Cache, node: Node, pages: int) -> None:
+        """Wait for what was computed on a device and is on its way to host."""
+        vram, needed = self.parts.vram, [(group, 0, pages) for group in range(cache.index.groups)]
+        if vram is not None and any(m.tier == Tier.DEVICE for m in self.parts.loads.missing(cache, node, needed)):
+            await vram.demote.settled()
 
     def _receivers(self, cache: Cache, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """(peer, leading pages): who waits for the path first, then its homes."""
