@@ -142,7 +142,8 @@ class HeldLease(Slots):
                 break
             span.rows.flags.writeable = False
             rights = self._rights(group, first + done, span.rows, span.sums, self._checks.due(len(span.rows)))
-            out.append(span.rows[:rights])
+            if rights:
+                out.append(span.rows[:rights])
             done += rights
             if rights < len(span.rows):
                 break
