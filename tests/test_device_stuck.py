@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from typing import Any
 
 import numpy as np
@@ -44,10 +43,13 @@ class Owner:
         self.shared = LazyDevice(0).share(32768)
         self.kv = self.shared.memory.data
         self.kv[:] = np.random.default_rng(0).integers(0, 256, len(self.kv), np.uint8)
-        message = wire.RegisterKv("engine", "kv", (self.shared.exported,), PLANES, self.kv[:16].tobytes())
-        self.region = (await self.store.register_kv(message, [self.shared.fd], Peer())).region
-        os.close(self.shared.fd)
+        self.region = await self.register()
         return self.engine
+
+    async def register(self) -> int:
+        """Register the KV, again or for the first time."""
+        message = wire.RegisterKv("engine", "kv", (self.shared.exported,), PLANES, self.kv[:16].tobytes())
+        return (await self.store.register_kv(message, [self.shared.fd], Peer())).region
 
     async def put(self, keys: bytes, blocks: list[int]) -> wire.Committed:
         """Compute pages in blocks and have them stored."""
@@ -167,3 +169,42 @@ async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_the
         await until(lambda: freed)
         assert freed == [0]
         assert store.parts.check() == []
+
+
+@pytest.mark.parametrize("how", ["unregistered", "registered again"])
+async def test_memory_stays_mapped_while_a_load_verifies_its_pages(how: str, monkeypatch: pytest.MonkeyPatch):
+    """Between its checks and its transfer a load has its region: busy to unregister; replaced, nothing moves there."""
+    device = LazyDevice(4)
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        keys = tokens(*range(PAGES))
+        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
+        got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        (region,) = engine.process.instance.kv.values()
+        freed, free, gate, sums = [], region.memory[0].free, asyncio.Event(), store.parts.copying.checksums
+        region.memory[0].free = lambda: (freed.append(region.running), free())
+
+        async def held(*args: Any) -> list[int]:
+            await gate.wait()
+            return await sums(*args)
+
+        monkeypatch.setattr(store.parts.copying, "checksums", held)
+        loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        await until(lambda: region.running)
+        if how == "unregistered":
+            with pytest.raises(KvtierError, match="transfers run"):
+                await engine.call(wire.Unregister(owner.region))
+        else:
+            await owner.register()
+            await until(lambda: region.ended)
+        gate.set()
+        if how == "unregistered":
+            assert (await loading).done == b"\1" * PAGES
+            await engine.call(wire.Unregister(owner.region))
+        else:
+            with pytest.raises(KvtierError, match="unregistered"):
+                await loading
+        await until(lambda: freed)
+        assert freed == [0]
+        engine.leave()
