@@ -237,6 +237,15 @@ async def test_another_scope_has_no_part_of_the_device(device: Any):
         assert [s.tier for s in (await theirs.match(tokens(1, 2))).segments] == [Tier.HOST]
 
 
+async def test_engines_that_map_the_device_at_once_all_prove_it(device: Any):
+    """Two first MapDevice together: one token, which both find, and who comes later."""
+    async with over(device, 8) as store:
+        engines = [Engine(store, f"e{n}", pid=n + 1) for n in range(3)]
+        await asyncio.gather(*(engine.map() for engine in engines[:2]))
+        await engines[2].map()
+        assert all(engine.process.device for engine in engines)
+
+
 # -- failures ------------------------------------------------------------------------------------------------------
 
 

@@ -70,6 +70,7 @@ class Vram:
         self._caches = parts.caches
         self._disk = parts.disk
         self._token = b""
+        self._proving = asyncio.Lock()
         self._failed: asyncio.Task[None] | None = None
         self.state = "ready" if self.tier.budget_bytes else "absent"
 
@@ -98,11 +99,11 @@ class Vram:
 
     async def _write_token(self) -> None:
         """Put a number that nobody can guess where only who maps this very memory can read it."""
-        if self._token:
-            return
-        token = secrets.token_bytes(TOKEN_BYTES)
-        await self.carrier.write(self.memory.probe, token)
-        self._token = self._token or token
+        async with self._proving:  # a second one would overwrite the first
+            if not self._token:
+                token = secrets.token_bytes(TOKEN_BYTES)
+                await self.carrier.write(self.memory.probe, token)
+                self._token = token
 
     def use(self, process: Process, msg: UseDevice) -> Ok:
         """A process shows that it reads the memory; from now on it may be told of slots there. Raises io, unknown."""
