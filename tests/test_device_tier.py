@@ -327,6 +327,39 @@ async def test_slots_that_a_stuck_device_may_still_write_are_nobodys():
         assert store.parts.check() == []
 
 
+def fails(store: Store) -> None:
+    """The device is sick, of which nobody was told yet."""
+    store.parts.vram.carrier.sick = "it fell off the bus"
+
+
+async def test_what_is_on_a_failed_device_is_stored_again_and_hides_nothing(tmp_path: Path):
+    """It fails under a reservation: a commit there serves nothing, and what disk has too is read from disk at once."""
+    async with over(HostDevice, 16, tmp_path) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        kept, lost = tokens(*range(4)), tokens(*range(50, 54))
+        assert await engine.put(kept) == 4
+        await engine.call(wire.Flush())
+        assert store.parts.space.evict(store.parts.host.pools[0], [4])
+        engine.patient = False
+        reserved = await engine.reserve(lost)
+        fails(store)
+        assert await other.get(kept) == 4
+        vram = store.parts.vram
+        vram._fall()
+        sums = (wire.Sums(0, np.arange(1, 5, dtype="<u8").tobytes()),)
+        assert (await engine.call(wire.Commit(reserved.reservation, 0, 4, sums))).published == 0
+        await vram.close()
+        assert next(iter(store.parts.caches.values())).index.copies[Tier.DEVICE] == 0
+        assert (await engine.match(lost)).pages == 0
+        engine.mapped = False
+        assert await engine.put(lost) == 4
+        assert await other.get(lost) == 4
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
 def told(keys: bytes) -> Any:
     """Checksums of pages as their engine knows them, without the device."""
     from kvtier.mover import digest

@@ -58,7 +58,8 @@ class Loads:
             held, sums = cache.readable(node, group, first, count, tiers)
             if NO_COPY not in held:
                 continue
-            away = {tier: cache.gather(node, group, first, count, tier) for tier in LOCAL if tier not in tiers}
+            others = [tier for tier in LOCAL if tier not in tiers and self.space.copying.reaches(tier)]
+            away = {tier: cache.gather(node, group, first, count, tier) for tier in others}
             for at, handle in enumerate(held):
                 if handle == NO_COPY:
                     has = next((tier for tier, row in away.items() if row[at] != NO_COPY), None)

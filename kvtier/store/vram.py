@@ -151,19 +151,31 @@ class Vram:
                 if not slab.closed:
                     pool.close_slab(slab)
         self.tier.space.closed = True
+        for res in [res for cache in self._caches.values() for res in cache.reservations]:
+            if res.tier == Tier.DEVICE:
+                res.fail()
         self._failed = asyncio.get_running_loop().create_task(self._forget())
 
     async def _forget(self) -> None:
-        """Drop every copy on the device, in slices; what was only there is lost."""
+        """Drop every copy on the device; what was only there is lost."""
+        await self.promote.settled()  # what came up is published even now
         for cache in list(self._caches.values()):
-            async for node in sliced(list(cache.index.walk())):
-                if node.dead or not node.count[Tier.DEVICE]:
-                    continue
-                lo = self.space.unsaved_from(cache.index, node, 0, node.pages)
-                if lo < node.pages and lo < node.live:
-                    self._lose(cache, node, lo)
-                elif not node.dead:
-                    cache.release(cache.index.drop(node, 0, node.pages, Tier.DEVICE), self._disk)
+            while await self._forget_some(cache):
+                pass
+
+    async def _forget_some(self, cache: Cache) -> bool:
+        """Go through a cache once, in slices; False where nothing was left: meanwhile nodes come from splits."""
+        found = False
+        async for node in sliced(list(cache.index.walk())):
+            if node.dead or not node.count[Tier.DEVICE]:
+                continue
+            found = True
+            lo = self.space.unsaved_from(cache.index, node, 0, node.pages)
+            if lo < node.pages and lo < node.live:
+                self._lose(cache, node, lo)
+            else:
+                cache.release(cache.index.drop(node, 0, node.pages, Tier.DEVICE), self._disk)
+        return found
 
     def _lose(self, cache: Cache, node: Node, lo: int) -> None:
         """Cut pages from one on that the device alone had."""
