@@ -360,6 +360,49 @@ async def test_what_is_on_a_failed_device_is_stored_again_and_hides_nothing(tmp_
         assert idle(store) == []
 
 
+async def test_a_rotten_copy_on_the_device_hides_no_good_one_on_disk(tmp_path: Path, device: Any):
+    """The device's copy is leased, so it stays; who reads from host gets the page from disk in the same request."""
+    async with over(device, 16, tmp_path) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        keys = tokens(*range(4))
+        assert await engine.put(keys) == 4
+        await engine.call(wire.Flush())
+        assert store.parts.space.evict(store.parts.host.pools[0], [4])
+        held = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        engine.device_bytes(2 * SLOT, SLOT)[10] ^= 1
+        engine.send_back()
+        assert await other.get(keys) == 4
+        assert store.parts.counts["device_checksum"] == 1
+        await engine.call(wire.Release(held.lease))
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_a_load_that_fails_on_the_device_leaves_no_slot_behind(tmp_path: Path):
+    """Some pages come from the device, which fails, and some from disk: no host slot stays taken for either."""
+    device = Failing()
+    async with over(lambda: device, 8, tmp_path) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        keys = tokens(*range(8))
+        assert await engine.put(keys) == 8
+        await engine.call(wire.Flush())
+        vram, (pool,) = store.parts.vram, store.parts.host.pools
+        assert vram.space.evict(vram.tier.pools[0], [4])
+        assert store.parts.space.evict(pool, [8])
+        device.down = True
+        await other.get(keys)
+        await until(lambda: vram.state == "sick")
+        await vram.close()
+        assert await other.get(keys) == 8
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        states = {state.name for state, n in pool.counts()[0].items() if n}
+        assert states <= {"FREE", "CACHED", "QUARANTINED"}
+
+
 def told(keys: bytes) -> Any:
     """Checksums of pages as their engine knows them, without the device."""
     from kvtier.mover import digest
