@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from kvtier import wire
 from kvtier.identity import GroupSpec
 from kvtier.store import Store
 from kvtier.tiers.slab import SlotState
-from kvtier.types import Kind, KvtierError
+from kvtier.types import Code, Kind, KvtierError
 from lazydevice import LazyDevice
 from storekit import until
 from test_device_tier import hasten, over
@@ -207,4 +208,44 @@ async def test_memory_stays_mapped_while_a_load_verifies_its_pages(how: str, mon
                 await loading
         await until(lambda: freed)
         assert freed == [0]
+        engine.leave()
+
+
+class Narrow(LazyDevice):
+    """A device with room for so many buffers."""
+
+    room = 2
+
+    def take(self, size: int) -> Any:
+        if not self.room:
+            raise KvtierError(Code.NO_SPACE, f"taking {size} bytes: out of memory")
+        self.room -= 1
+        memory = super().take(size)
+        free = memory.free
+
+        def freed() -> None:
+            self.room += 1
+            free()
+
+        memory.free = freed
+        return memory
+
+
+async def test_a_transfer_without_room_for_its_buffers_costs_only_itself():
+    """GPU memory ran out: that request is refused, what it took is given back, the tier goes on."""
+    device = Narrow(5)
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        keys = tokens(*range(PAGES))
+        with pytest.raises(KvtierError, match="out of memory"):
+            await owner.put(keys, [0, 1, 2, 3])
+        assert device.room == 2
+        assert store.parts.vram.state == "ready"
+        device.room = 4
+        again = await engine.reserve(keys)
+        await engine.call(wire.Store(owner.region, 0, rows([0, 1, 2, 3]), reservation=again.reservation))
+        assert (await engine.call(wire.Commit(again.reservation, 0, PAGES))).published == PAGES
+        await engine.open(msgspec.structs.replace(PAGE, model="another"))
+        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES  # by the same buffers
         engine.leave()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from kvtier.device.base import Buffer, Device
 from kvtier.device.layout import Paged, Plan, plan
-from kvtier.device.shuttle import MOST_PAGES, Shuttle, Transfer, Way
+from kvtier.device.shuttle import MOST_PAGES, Shuttle, Way
 from kvtier.identity import Slice
 from kvtier.mover import Urgency
 from kvtier.store.cache import Cache
@@ -42,22 +43,21 @@ class KvRegion:
         self.owner = owner
         self.memory = memory
         self.layers = layers
-        self.shuttles: dict[tuple[int, int, Slice, bool], Shuttle] = {}
-        """By cache number, group, the part of its items that the process holds, and whether slots are on the device."""
+        self.shuttles: dict[tuple[object, ...], Shuttle] = {}
+        """By what makes pages differ (`Job.kind`): each has staging buffers of its own."""
         self.running = 0
         """Loads and stores that use it, from the moment that they looked it up."""
         self.ended = False
         """Nothing new moves there; it is unmapped when the last that uses it lets it go."""
 
     def shuttle(self, device: Device, job: Job) -> Shuttle:
-        """What moves pages of one group; made on first use, in the device's thread. Raises bad_request."""
-        key = (job.cache.number, job.group, job.part, job.host)
-        found = self.shuttles.get(key)
+        """What moves pages of one group; made on first use, in the device's thread. Raises bad_request, no_space."""
+        found = self.shuttles.get(job.kind)
         if found is None:
             made = self.plan(job.cache, job.group, job.part)
             if job.host and not made.whole_layers and device.facts.compute:
                 raise bad("rows", "pages on the device, or a rank with whole layers: no kernel reaches host slots")
-            found = self.shuttles[key] = Shuttle(device, made, way=Way.STAGED if job.host else Way.DIRECT)
+            found = self.shuttles[job.kind] = Shuttle(device, made, way=Way.STAGED if job.host else Way.DIRECT)
         return found
 
     def plan(self, cache: Cache, group: int, part: Slice) -> Plan:
@@ -84,6 +84,12 @@ class Job(NamedTuple):
     blocks: Words
     host: bool
     """Whether some slot is in host memory, which the device's copies reach and its kernels do not."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is the same for all pages that one shuttle moves, of whatever cache."""
+        spec = self.cache.spec
+        return spec.groups[self.group], spec.page_tokens, spec.kv_dtype, spec.codec, self.part, self.host
 
 
 class KvRegions:
@@ -173,8 +179,15 @@ class KvRegions:
                 self.counts["kv_regions_not_unmapped"] += 1
 
     async def _move(self, region: KvRegion, job: Job, *, load: bool) -> None:
-        """Have the device move pages, at most MOST_PAGES at once. Raises bad_request, unknown, busy, io, Stuck."""
-        carrier = self._carrier
+        """Have the device move pages, at most MOST_PAGES at once.
+
+        Raises bad_request, unknown, no_space, busy, io, Stuck.
+        """
+        carrier, urgency = self._carrier, Urgency.LOAD if load else Urgency.ENGINE
+        shuttle = region.shuttles.get(job.kind)
+        if shuttle is None:  # what it lacks for one is this request's misfortune, not the device's
+            shuttle = await carrier.call(lambda device: region.shuttle(device, job), urgency)
+        go = shuttle.load if load else shuttle.store
         per = len(job.blocks) // max(1, len(job.slots))
         for at in range(0, len(job.slots), MOST_PAGES):
             if region.ended:
@@ -182,11 +195,7 @@ class KvRegions:
             slots = job.slots[at : at + MOST_PAGES]
             blocks = job.blocks[at * per : (at + len(slots)) * per]
 
-            def start(slots: npt.NDArray[np.uint64] = slots, blocks: Words = blocks) -> Transfer:
-                shuttle = region.shuttle(carrier.device, job)
-                return (shuttle.load if load else shuttle.store)(blocks, slots)
-
-            await carrier.transfer(start, Urgency.LOAD if load else Urgency.ENGINE)
+            await carrier.transfer(functools.partial(go, blocks, slots), urgency)
 
     # -- load --------------------------------------------------------------------------------------------------------
 
