@@ -482,6 +482,26 @@ async def test_a_flush_brings_what_only_the_device_has_to_disk(tmp_path: Path, d
         assert await engine.get(keys) == 6
 
 
+async def test_host_pages_after_device_pages_become_durable_by_themselves(tmp_path: Path, device: Any):
+    """The device had room for the first pages only: those in host are on disk too, without a flush, and are told."""
+    async with over(device, 64, tmp_path) as store:
+        engine = await joined(store)
+        engine.patient = False
+        handle = (await engine.match(tokens(*range(14)))).handle
+        given = [
+            await engine._call(wire.Reserve(handle, first, pages, device=first < 10))
+            for first, pages in ((0, 10), (10, 2), (12, 2))
+        ]
+        for one, first in zip(given, (0, 10, 12), strict=True):
+            await engine._call(wire.Commit(one.reservation, first, one.pages))
+        cache = next(iter(store.parts.caches.values()))
+        await until(lambda: cache.index.copies[Tier.DISK] == 14)
+        await until(lambda: sum(isinstance(event, wire.Durable) for event in engine.events) == len(given))
+        told = {event.reservation: event.pages for event in engine.events if isinstance(event, wire.Durable)}
+        assert told == {one.reservation: one.pages for one in given}
+        engine.leave()
+
+
 async def test_the_device_sums_what_it_can_and_fetches_the_rest():
     """Items of any size and of several slots have the host's checksums."""
     from kvtier.mover import Urgency, digest

@@ -194,12 +194,17 @@ class Demote(Shifter):
         return True
 
     def save(self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None = None) -> None:
-        """Copy pages that were committed on the device to host, and from there to disk; refused where too many wait.
+        """Copy what of committed pages the device has to host, and from there to disk.
 
+        Pages in host go this way too: disk takes them only after those before them, which may be on their way here.
+        Where too many are, only what is in host goes on.
         `notify(end)` is called once all are durable.
         """
-        if self.there and not cache.retired and self.pages + end - first <= MOST_PAGES:
-            self.start(cache, node, end - first, self._save(cache, node, first, end, notify))
+        if self.there and not cache.retired and self.pages + end - first > MOST_PAGES:
+            self.to.persist.offer(cache, node, first, end, notify)
+        elif self.there and not cache.retired:
+            before = set(self.tasks)
+            self.start(cache, node, end - first, self._save(cache, node, first, end, notify, before))
 
     async def progress(self, deadline: float) -> bool:
         """Wait until some page came down; False at once when none is on its way, or at the deadline."""
@@ -223,8 +228,19 @@ class Demote(Shifter):
         self._full_until = loop.time() + FULL_S
         return False
 
-    async def _save(self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None) -> None:
-        if await self._down(cache, node, first, end) and not node.dead:
+    async def _save(
+        self,
+        cache: Cache,
+        node: Node,
+        first: int,
+        end: int,
+        notify: Callable[[int], None] | None,
+        before: set[asyncio.Task[None]],
+    ) -> None:
+        down = await self._down(cache, node, first, end)
+        if first and before:
+            await asyncio.wait(before)
+        if down and not node.dead:
             self.to.persist.offer(cache, node, first, end, notify)
 
     async def _leave(self, cache: Cache, node: Node, first: int, end: int) -> None:
