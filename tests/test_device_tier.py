@@ -482,6 +482,26 @@ async def test_a_flush_brings_what_only_the_device_has_to_disk(tmp_path: Path, d
         assert await engine.get(keys) == 6
 
 
+async def test_a_flush_is_not_refused_for_what_is_stored_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It answers for what was there when it began: pages committed on the device as it waits do not fail it."""
+    async with over(HostDevice, 16, tmp_path) as store:
+        engine = await joined(store)
+        engine.patient = False
+        assert await engine.put(tokens(*range(4))) == 4
+        demote = store.parts.vram.demote
+        settled, later = demote.settled, []
+
+        async def meanwhile() -> None:
+            await settled()
+            if not later:
+                later.append(await engine.put(tokens(*range(50, 54))))
+
+        monkeypatch.setattr(demote, "settled", meanwhile)
+        await engine._call(wire.Flush())
+        assert later == [4]
+        engine.leave()
+
+
 async def test_host_pages_after_device_pages_become_durable_by_themselves(tmp_path: Path, device: Any):
     """The device had room for the first pages only: those in host are on disk too, without a flush, and are told."""
     async with over(device, 64, tmp_path) as store:

@@ -218,12 +218,15 @@ class Demote(Shifter):
             return False
         return True
 
+    def alone(self, cache: Cache, node: Node, first: int, end: int) -> list[Missing]:
+        """What only the device has of pages [first, end) of the path to `node`."""
+        ranges = [(group, first, end - first) for group in range(cache.index.groups)]
+        return self.items(cache, node, ranges, (Tier.HOST, Tier.DISK))
+
     async def _down(self, cache: Cache, node: Node, first: int, end: int) -> bool:
         """Bring what only the device has to host; False where that has no room."""
-        ranges = [(group, first, end - first) for group in range(cache.index.groups)]
         loop = asyncio.get_running_loop()
-        lacking = (Tier.HOST, Tier.DISK)
-        if await self.move(cache, self.items(cache, node, ranges, lacking), loop.time() + ROOM_S):
+        if await self.move(cache, self.alone(cache, node, first, end), loop.time() + ROOM_S):
             return True
         self._full_until = loop.time() + FULL_S
         return False

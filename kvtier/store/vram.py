@@ -190,30 +190,27 @@ class Vram:
 
     async def flush(self, caches: Iterable[Cache], deadline: float) -> str:
         """Bring down what only the device has of these caches; '' when all that was there is in host or on disk."""
-        caches = list(caches)
         try:
             async with asyncio.timeout_at(deadline):
-                await self.settle(caches)
+                return "" if await self.settle(caches) else NO_ROOM
         except TimeoutError:
             return LATE
-        for cache in caches:
-            async for node in sliced(list(cache.index.walk())):
-                if not node.dead and self.space.unsaved_from(cache.index, node, 0, node.live) < node.live:
-                    return NO_ROOM
-        return ""
 
-    async def settle(self, caches: Iterable[Cache]) -> None:
-        """Bring to host what only the device has of these caches, as far as there is room."""
+    async def settle(self, caches: Iterable[Cache]) -> bool:
+        """Bring to host what only the device has of these caches; whether there was room for all of it."""
+        asked: list[tuple[Cache, Node, int, int]] = []
         for cache in caches:
             if Tier.DEVICE not in cache.pools or self.state != "ready":
                 continue
             async for node in sliced(list(cache.index.walk())):
                 lo = self.space.unsaved_from(cache.index, node, 0, node.live)
                 if not node.dead and lo < node.live:
-                    self.demote.save(cache, node, node.depth + lo, node.depth + node.live)
+                    asked.append((cache, node, node.depth + lo, node.depth + node.live))
+                    self.demote.save(*asked[-1])
                     if self.demote.pages > MOST_PAGES // 2:
                         await self.demote.settled()
         await self.demote.settled()
+        return not any(self.demote.alone(*pages) for pages in asked if not pages[1].dead)
 
     def report(self) -> dict[str, Any]:
         """For status and metrics."""
