@@ -22,6 +22,7 @@ from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, Kind, KvtierError, Tier
 from lazydevice import LazyDevice, Site
 from storekit import KINDS, MIB, maker, quiet, storing, until
+from storekit import Failing as FailingDisk
 
 PAGE = spec((GroupSpec(Kind.FULL, 2, 2, 1000),))
 SLOT = 4096
@@ -166,6 +167,25 @@ async def test_a_host_smaller_than_the_device_goes_on(tmp_path: Path, disk: bool
             each.leave()
         await quiet(store)
         assert idle(store) == []
+
+
+async def test_who_needs_the_device_waits_while_disk_writes_what_is_there(tmp_path: Path):
+    """Its pages cannot go before disk has them: no refusal before the deadline, and room when one is written."""
+    calls = FailingDisk()
+    async with over(HostDevice, 4, tmp_path, calls=calls) as store:
+        engine = await joined(store)
+        calls.gate.clear()
+        assert await engine.put(tokens(*range(4))) == 4
+        handle = (await engine.match(tokens(50))).handle
+        asking = asyncio.ensure_future(engine._call(wire.Reserve(handle, 0, 1, wait_ms=20_000, device=True)))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        refused = asking.done()  # the disk stands still
+        calls.gate.set()
+        got = await asking
+        assert (refused, got.pages, got.refused) == (False, 1, "")
+        await engine._call(wire.Abort(got.reservation))
+        engine.leave()
 
 
 async def test_duplicates_go_first_and_cost_no_copy(device: Any):

@@ -207,9 +207,9 @@ class Demote(Shifter):
             self.start(cache, node, end - first, self._save(cache, node, first, end, notify, before))
 
     async def progress(self, deadline: float) -> bool:
-        """Wait until some page came down; False at once when none is on its way, or at the deadline."""
+        """Wait until some page came down, or went on to disk; False at once when none does, or at the deadline."""
         if not self.tasks:
-            return False
+            return await self.to.persist.progress(deadline)
         self.moved.clear()
         left = deadline - asyncio.get_running_loop().time()
         try:
