@@ -352,6 +352,35 @@ def fails(store: Store) -> None:
     store.parts.vram.carrier.sick = "it fell off the bus"
 
 
+async def test_no_slot_of_a_device_that_fails_meanwhile_is_given_out(monkeypatch: pytest.MonkeyPatch):
+    """It fails as room is made there: who asked is refused, and the slab that was being emptied stays closed."""
+    async with over(HostDevice, 4) as store:
+        engine = await joined(store)
+        engine.patient = False
+        assert await engine.put(tokens(*range(4))) == 4
+        await engine.still()
+        vram, (pool,) = store.parts.vram, store.parts.vram.tier.pools
+        handle = (await engine.match(tokens(50))).handle
+        take = vram.space.take
+
+        async def emptied(*args: Any) -> Any:
+            got = await take(*args)
+            slab = next(s for s in pool.slabs if s.lo <= got[0][0] < s.hi)
+            pool.close_slab(slab)  # as for another pool that has less
+            fails(store)
+            vram._fall()
+            pool.reopen_slab(slab)
+            return got
+
+        monkeypatch.setattr(vram.space, "take", emptied)
+        got = await engine._call(wire.Reserve(handle, 0, 1, device=True))
+        assert (got.pages, got.refused) == (0, Code.NO_SPACE)
+        assert not pool.alloc(0, 1)
+        await vram.close()
+        engine.leave()
+        assert idle(store) == []
+
+
 async def test_what_is_on_a_failed_device_is_stored_again_and_hides_nothing(tmp_path: Path):
     """It fails under a reservation: a commit there serves nothing, and what disk has too is read from disk at once."""
     async with over(HostDevice, 16, tmp_path) as store:
