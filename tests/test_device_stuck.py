@@ -11,8 +11,11 @@ import pytest
 
 from engines import Engine, Peer, spec, tokens
 from kvtier import wire
+from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
 from kvtier.store import Store
+from kvtier.store.carrier import Carrier
+from kvtier.tiers.pool import Span
 from kvtier.tiers.slab import SlotState
 from kvtier.types import Code, Kind, KvtierError
 from lazydevice import LazyDevice
@@ -209,6 +212,56 @@ async def test_memory_stays_mapped_while_a_load_verifies_its_pages(how: str, mon
         await until(lambda: freed)
         assert freed == [0]
         engine.leave()
+
+
+class Clock:
+    """A clock that stands still but for what takes time."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Compiling(HostDevice):
+    """A device whose copies are begun late, and are done at the second look."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def stream(self, *, urgent: bool = False) -> Any:
+        stream = super().stream(urgent=urgent)
+        stream.record = Second
+        return stream
+
+    def copies(self, *args: Any) -> None:
+        self.clock.now += 100.0
+        super().copies(*args)
+
+
+class Second:
+    """An event that is reached when it is asked for again."""
+
+    done = False
+    asked = False
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        self.asked, before = True, self.asked
+        return before
+
+
+async def test_the_time_to_begin_is_not_the_time_to_move(monkeypatch: pytest.MonkeyPatch):
+    """A kernel that is compiled first, longer than the deadline: the batch still has all of its time."""
+    clock = Clock()
+    monkeypatch.setattr("kvtier.store.carrier.time", clock)
+    carrier = Carrier(lambda: Compiling(clock), 4096, deadline_s=10.0)
+    try:
+        assert carrier.shared is not None
+        await carrier.write(Span(carrier.shared.memory.address, 16), b"t" * 16)
+        assert carrier.shared.memory.data[:16].tobytes() == b"t" * 16
+        assert not carrier.sick
+    finally:
+        carrier.close()
 
 
 class Narrow(LazyDevice):
