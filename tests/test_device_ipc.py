@@ -73,12 +73,14 @@ def test_an_allocation_is_mapped_once_and_goes_with_its_last_stretch():
 
 
 def test_handles_of_different_processes_are_different():
-    """Two engines' chunks of one number, and two handles of one engine, are mappings of their own."""
+    """Two engines' chunks of one number, and two handles, are mappings of their own; one handle is one mapping."""
     driver = Driver()
     mappings = Mappings(driver)
     chunk = Exported(UUID, b"", MIB, 0, 4096, chunk=3)
     opened = [mappings.open("a", chunk, fd=5), mappings.open("b", chunk, fd=6), mappings.open("a", stretch(1))]
     assert len({one.address for one in opened}) == 3
+    opened.append(mappings.open("b", stretch(1)))  # the same process registered it again
+    assert opened[3].address == opened[2].address
     for one in opened:
         mappings.close(one)
     assert not driver.open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import msgspec
@@ -212,6 +213,25 @@ async def test_memory_stays_mapped_while_a_load_verifies_its_pages(how: str, mon
         await until(lambda: freed)
         assert freed == [0]
         engine.leave()
+
+
+async def test_memory_of_two_registrations_is_never_taken_for_the_same():
+    """Chunks of two engines may have one number: each registration says that it is another one, its stretches not."""
+    owners: list[object] = []
+
+    class Noting(LazyDevice):
+        def attach(self, what: Any, fd: int, owner: object) -> Any:
+            owners.append(owner)
+            return super().attach(what, fd, owner)
+
+    async with over(lambda: Noting(6), 8) as store:
+        shared = LazyDevice(0).share(32768)
+        for name in ("a", "b"):
+            message = wire.RegisterKv(name, "kv", (shared.exported,) * 2, PLANES, bytes(16))
+            await Engine(store, name).open(PAGE)
+            await store.register_kv(message, [shared.fd, shared.fd], Peer())
+        os.close(shared.fd)
+    assert owners[0] is owners[1] is not owners[2] is owners[3]
 
 
 class Clock:

@@ -352,10 +352,11 @@ def _end(plane: Plane) -> int:
 def _attach(device: Device, msg: RegisterKv, fds: Sequence[int]) -> list[Buffer]:
     """Map all stretches, or none; in the device's thread."""
     left = iter(fds)
+    owner = object()
     found: list[Buffer] = []
     try:
         for what in msg.memory:
-            found.append(device.attach(what, -1 if what.handle else next(left)))  # noqa: PERF401 - undone where one fails
+            found.append(device.attach(what, -1 if what.handle else next(left), owner))  # noqa: PERF401 - undone where one fails
     except BaseException:
         for memory in found:
             memory.free()
