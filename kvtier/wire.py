@@ -81,6 +81,8 @@ class Welcome(Message):
     reserve_cap_bytes: int
     session: int = 0
     """Names this connection to Unmapped; the server gives it."""
+    run: bytes = b""
+    """Random, of this run of the daemon: what it gave means nothing to another."""
 
 
 class Bye(Message):

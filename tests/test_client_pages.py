@@ -343,6 +343,34 @@ def test_runs_are_of_slots_that_follow_each_other():
     assert runs(np.array([-8, 0]), 8) == [(1, 0, 1)]
 
 
+def test_a_lease_of_a_restarted_daemon_is_never_read_in_the_old_ones_memory(daemon):
+    """A process that has not noticed the restart adopts it: the right bytes or none, though it verifies nothing."""
+    names = {"instance": "tp", "verify": "never", "timeout_s": 10.0}
+    with Client(daemon.socket, **names) as one, Client(daemon.socket, **names) as two:
+        scheduler, worker = one.open(spec_of(SMALL)), two.open(spec_of(SMALL))
+        for seed in range(3):
+            stored(scheduler, 5, first=1000 * seed, seed=seed)
+        out = np.zeros((5, SMALL.item_bytes), np.uint8)
+        with scheduler.match(keys(5)).acquire() as lease:
+            assert worker.adopt(lease.share()).read_pages(0, 0, out) == 5
+            old = lease.share()
+        daemon.kill()
+        daemon.start()
+        deadline = time.monotonic() + 20
+        while not one.ping():
+            assert time.monotonic() < deadline
+        read, seed = 0, 10
+        while not read:
+            assert time.monotonic() < deadline
+            data = stored(scheduler, 5, first=1000 * seed, seed=seed)
+            with scheduler.match(keys(5, 1000 * seed)).acquire() as lease:
+                out[:] = 0
+                read = worker.adopt(lease.share()).read_pages(0, 0, out)
+                assert np.array_equal(out[:read], data[:read])
+            seed += 1
+        assert worker.adopt(old).read_pages(0, 0, out) == 0
+
+
 # -- putting many pages at once --------------------------------------------------------------------------------------
 
 

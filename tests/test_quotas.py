@@ -96,6 +96,23 @@ async def test_a_limit_on_disk(tmp_path):
         assert store.parts.check() == []
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+async def test_a_prompt_that_disk_may_not_take_keeps_no_room_from_others(tmp_path, allowed):
+    """It is the coldest and cannot be saved: clean pages of others go, then it is lost, and nobody waits for it."""
+    async with storing(tmp_path, host=8 * PAGE, cap=1.0) as store:
+        store.limit([Rule("tenant", b"a".hex(), {Tier.DISK: allowed * PAGE})])
+        mine, others = Engine(store), Engine(store, "others", pid=2)
+        await mine.open(cache_of(b"a"))
+        await others.open(cache_of(b"b"))
+        assert await mine.put(path(1)) == 4
+        for number in range(2, 12):
+            assert await others.put(path(number, 2), wait_ms=2000) == 2
+            await quiet(store)
+        assert store.parts.check() == []
+        mine.leave()
+        others.leave()
+
+
 async def test_limits_that_change_hold_for_what_is_there(tmp_path):
     """Caches move under a new rule with all their leaves, and out of it again."""
     async with storing(tmp_path, host=4 * MIB) as store:

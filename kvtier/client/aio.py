@@ -13,7 +13,7 @@ from kvtier import wire
 from kvtier.client.asynclink import AsyncLink
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import MappedDevice
-from kvtier.client.held import HeldLease, HeldReservation, Share, shared
+from kvtier.client.held import HeldLease, HeldReservation, adopted
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
 from kvtier.client.slots import Checks, Verify
@@ -142,8 +142,9 @@ class AsyncCache(OpenCache):
 
     async def adopt(self, share: bytes) -> AsyncLease | AsyncReservation:
         """What another process of this instance holds and shared: a lease to read, a reservation to fill."""
+        self.client.link.look()
         got = await self.client.attempt(self.entering(), None)
-        told = shared(share, self) if got else Share(b"", 0)
+        told = adopted(share, self, got[0] if got else None)
         if told.lease is not None:
             return AsyncBorrowed(self, got and (got[0], told.lease))
         return AsyncReservation(self, told.start, (got[0], told.reservation) if got and told.reservation else None)

@@ -220,6 +220,12 @@ class AsyncLink:
                 first.close()
         return stream
 
+    def look(self) -> None:
+        """Notice a daemon that has ended since something was last said to it."""
+        joined = self.joined
+        if joined is not None and joined.daemon.gone:
+            self.lose(joined, "the daemon has ended")
+
     def lose(self, joined: Joined, reason: str) -> None:
         """Drop a connection; whoever waits on it gets Away."""
         stream = self._stream

@@ -28,18 +28,25 @@ class Share(msgspec.Struct, forbid_unknown_fields=True):
 
     cache_id: bytes
     start: int
+    run: bytes = b""
+    """Of the daemon that gave it: its places mean something else to another."""
     lease: wire.Acquired | None = None
     reservation: wire.Reserved | None = None
     slices: tuple[Slice, ...] = ()
     """What who reserved holds: nobody else writes that, if it writes at all (`reservation.writes`)."""
 
 
-def shared(raw: bytes, cache: OpenCache) -> Share:
-    """Decode what `share` gave another process; raises bad_request unless it is about this cache."""
+def adopted(raw: bytes, cache: OpenCache, joined: Joined | None) -> Share:
+    """What `share` gave another process, for one that is joined so; raises bad_request unless it is about this cache.
+
+    What another run of the daemon gave is nothing here: its places are in other memory.
+    """
     try:
         share = msgspec.msgpack.decode(raw, type=Share)
     except msgspec.MsgspecError as exc:
         raise bad("share", f"what share() returned ({exc})") from None
+    if joined is None or share.run != joined.welcome.run:
+        return Share(b"", share.start, lease=share.lease and wire.Acquired(0, 0))
     if cache.cache_id != share.cache_id:
         raise bad("share", "a lease or reservation of this cache and epoch")
     if share.reservation is not None:
@@ -68,7 +75,8 @@ class HeldLease(Slots):
     def share(self) -> bytes:
         """For another process of this instance to `adopt`: it may read as long as this lease is held."""
         items = self._items
-        return msgspec.msgpack.encode(Share(self.cache.cache_id, 0, wire.Acquired(self.number, self.pages, items)))
+        lease = wire.Acquired(self.number, self.pages, items)
+        return msgspec.msgpack.encode(Share(self.cache.cache_id, 0, self.run, lease))
 
     def view(self, group: int, page: int) -> Bytes | None:
         """The item in place, read-only; None where it is absent or, if this read is verified, wrong.
@@ -204,7 +212,7 @@ class HeldReservation(Slots):
     def share(self) -> bytes:
         """For another process of this instance to `adopt`: it writes and commits its own shard."""
         reply = wire.Reserved(self.number, self.pages, self._items, self.refused, self.writes)
-        return msgspec.msgpack.encode(Share(self.cache.cache_id, self.start, None, reply, self.cache.slices))
+        return msgspec.msgpack.encode(Share(self.cache.cache_id, self.start, self.run, None, reply, self.cache.slices))
 
     def view(self, group: int, page: int) -> Bytes | None:
         """The slot to write, for items of one slot; None where the item is stored, or written by another process."""

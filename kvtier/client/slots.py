@@ -86,6 +86,11 @@ class Slots:
         self._ended = False
 
     @property
+    def run(self) -> bytes:
+        """Of the daemon that gave this."""
+        return b"" if self._joined is None else self._joined.welcome.run
+
+    @property
     def lost(self) -> bool:
         """Whether the connection that gave this is gone, with all its slots."""
         return self._joined is not None and not self._joined.alive

@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached, fence
-from kvtier.client.held import HeldLease, HeldReservation, Share, shared
+from kvtier.client.held import HeldLease, HeldReservation, adopted
 from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
@@ -176,8 +176,9 @@ class Cache(OpenCache):
 
     def adopt(self, share: bytes) -> Lease | Reservation:
         """What another process of this instance holds and shared: a lease to read, a reservation to fill."""
+        self.client.link.look()
         got = self.client.attempt(self.entering(), None)
-        told = shared(share, self) if got else Share(b"", 0)
+        told = adopted(share, self, got[0] if got else None)
         if told.lease is not None:
             return Borrowed(self, got and (got[0], told.lease))
         return Reservation(self, told.start, (got[0], told.reservation) if got and told.reservation else None)

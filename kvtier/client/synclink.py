@@ -179,6 +179,12 @@ class SyncLink:
         self.recovery.forget()
         self._fresh()
 
+    def look(self) -> None:
+        """Notice a daemon that has ended since something was last said to it."""
+        joined = self.joined
+        if joined is not None and joined.daemon.gone:
+            self.lose(joined, "the daemon has ended")
+
     def lose(self, joined: Joined, reason: str) -> None:
         """Drop a connection; whoever waits on it gets Away."""
         pipe = self._pipe

@@ -15,6 +15,7 @@ from typing import Any
 from kvtier.index import ANY, Node, Order
 from kvtier.index.node import on_path
 from kvtier.store.cache import Cache
+from kvtier.store.entries import GONE, Entry, Failures, settled
 from kvtier.store.evictions import Evictions
 from kvtier.store.runs import names_of, unsaved_runs, within_reach
 from kvtier.store.ways import Ways
@@ -27,8 +28,6 @@ log = logging.getLogger("kvtier.persist")
 MAX_QUEUED_PAGES = 1 << 20
 LATE = "the deadline came before the disk"
 NO_ROOM = "no room on disk"
-GONE = "gone"
-"""Why pages were not written that left the index meanwhile: no failure."""
 FULL_S = 1.0
 """So long after it gave something up for new pages, or could not, disk is taken for full."""
 PUMP_S = 1e-3
@@ -36,26 +35,6 @@ MOST_OWN = 4 << 20
 """Bytes that a cache over its quota gives up at once, before others have their turn."""
 SLICE = 64
 """Nodes looked at before other work on the loop has its turn: about a millisecond."""
-
-
-class Entry:
-    """Pages [begin, end) of the path to `node`: from `first` on to be written, `left` of them not settled yet."""
-
-    __slots__ = ("begin", "cache", "done", "end", "failed", "first", "left", "node", "notify")
-
-    def __init__(self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None) -> None:
-        self.cache = cache
-        self.node = node
-        self.begin = self.first = first
-        self.end = end
-        self.left = end - first
-        self.failed = ""
-        self.notify = notify
-        self.done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def covers(self, page: int) -> bool:
-        """Whether a page of its path is on its way."""
-        return self.begin <= page < self.end and not self.failed
 
 
 class Persist:
@@ -82,6 +61,7 @@ class Persist:
         self._pumping = False
         """Whether pump is about to run."""
         self._stuck_until = self._full_until = self._given_up = 0.0
+        self._failures = Failures()
 
     @property
     def there(self) -> bool:
@@ -89,11 +69,13 @@ class Persist:
         return self.disk is not None
 
     def declines(self, node: Node) -> bool:
-        """Whether disk is full, and what it would give up for this leaf's pages is as warm as they are, or cannot go.
+        """Whether this leaf's pages failed lately, or disk is full, and what it would give up for them is as warm.
 
         To write such pages again and again would keep host from making room.
         """
         now = asyncio.get_running_loop().time()
+        if self._failures.lasts(node, now):
+            return True
         return now < self._stuck_until or (now < self._full_until and node.time <= self._given_up and not node.keep)
 
     def offer(
@@ -148,14 +130,14 @@ class Persist:
         if self.disk is None:
             return "there is no disk tier"
         wanted = set(caches)
-        if not await _settled([e for e in self.pending if e.cache in wanted], deadline):
+        if not await settled([e for e in self.pending if e.cache in wanted], deadline):
             return LATE
         before = set(self.pending)
         for cache in wanted:
             async for node, lo, hi in self._unsaved(cache):
                 self.offer(cache, node, node.depth + lo, node.depth + hi)
         again = [e for e in self.pending if e.cache in wanted and e not in before]
-        if not await _settled(again, deadline):
+        if not await settled(again, deadline):
             return LATE
         failed = [e.failed for e in again if e.failed not in {"", GONE}]
         if failed:
@@ -318,6 +300,8 @@ class Persist:
             self.ending[entry.node].remove(entry)
             if not self.ending[entry.node]:
                 del self.ending[entry.node]
+            if entry.failed not in {"", GONE}:
+                self._failures.note(entry.node, asyncio.get_running_loop().time() + FULL_S)
             entry.cache.release(entry.cache.index.unlease(entry.node), self.disk)
             entry.done.set_result(entry.failed)
             if entry.notify is not None and not entry.failed:
@@ -384,15 +368,6 @@ class Persist:
             self._full_until = asyncio.get_running_loop().time() + FULL_S
         self.evictions.batch(Tier.DISK, pages)
         return freed > 0
-
-
-async def _settled(entries: list[Entry], deadline: float) -> bool:
-    """Whether all entries were settled by the deadline."""
-    if not entries:
-        return True
-    left = deadline - asyncio.get_running_loop().time()
-    _, late = await asyncio.wait([e.done for e in entries], timeout=max(0.0, left))
-    return not late
 
 
 def flush_error(reason: str) -> KvtierError:

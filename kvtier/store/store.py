@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ class Store:
         self._scrub_bytes_s = scrub_bytes_s
         self._background: list[asyncio.Task[None]] = []
         self.closing = False
+        self.run = secrets.token_bytes(16)
         self.verbs: Mapping[type[wire.Message], Verb] = {
             wire.Open: self.open,
             wire.Reset: self.reset,
@@ -192,6 +194,7 @@ class Store:
             tuple(wire.ArenaInfo(a.number, a.bytes) for a in arenas),
             self.cap_bytes,
             self.cap_bytes,
+            run=self.run,
         )
         return process, welcome, [a.fd for a in arenas]
 

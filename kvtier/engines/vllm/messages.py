@@ -22,6 +22,8 @@ class Formats(KVConnectorHandshakeMetadata):  # type: ignore[misc] # vLLM is not
 
     spec: bytes
     """A CacheSpec in MessagePack; equal in all workers."""
+    replicas: int = 1
+    """Workers that hold the same shard."""
 
 
 @dataclass(frozen=True)

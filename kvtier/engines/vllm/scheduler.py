@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
@@ -59,7 +59,7 @@ class Scheduler:
         """Leases that workers read, and how many still do."""
         self._reservations: dict[int, tuple[Reservation, float]] = {}
         """What workers write, oldest first, and since when."""
-        self._drops: list[bytes] = []
+        self._drops: deque[bytes] = deque()
         self._read: set[int] = set()
         """Blocks that were to be saved since the last fence: workers may still be reading them."""
         self._heard: dict[int, int] = {}
@@ -78,6 +78,7 @@ class Scheduler:
         self._size = spec.page_tokens
         self._item_bytes = sum(group.item_bytes for group in spec.groups)
         self._one_group = len(spec.groups) == 1
+        self._replicated = any(each.replicas > 1 for each in formats)  # one may compute with what another lacks
         self._states = {number for number, group in enumerate(spec.groups) if group.kind is Kind.STATE}
         """Groups that keep recurrent state: only blocks that a step has ended at hold any."""
         self._cache = self._client.open(spec)
@@ -113,7 +114,7 @@ class Scheduler:
 
     def _later(self, tokens: int) -> bool:
         """Whether a load goes between steps: large ones, and all where only whole requests can be said to fail."""
-        return not self._one_group or tokens // self._size * self._item_bytes > LATER_BYTES
+        return self._replicated or not self._one_group or tokens // self._size * self._item_bytes > LATER_BYTES
 
     def _whole_pages(self, request: Any) -> int:
         """Pages of the tokens that a request has, leaving one token to compute."""
@@ -191,8 +192,8 @@ class Scheduler:
             if time.monotonic() - since > WRITE_S:  # some worker joined too late to be its writer
                 self._reservations.pop(number)
                 self._abort(held)
-        drops, self._drops = tuple(self._drops), []
-        return Plan(self._changed, epoch, fence, loads, saves, drops, dict(self._heard))
+        drops = [self._drops.popleft() for _ in range(len(self._drops))]  # threads add to it meanwhile
+        return Plan(self._changed, epoch, fence, loads, saves, tuple(drops), dict(self._heard))
 
     def _reused(self, output: Any, loads: Sequence[Load]) -> bool:
         """Whether blocks that may still be being saved are given to something else in this step.
@@ -258,9 +259,7 @@ class Scheduler:
                 if group in self._states or NULL_BLOCK in row[first:end]
             ]
             held = path.reserve(first, end - first, asked.wants, wait_ms=RESERVE_MS)
-            asked.saved = (
-                first + held.pages if held.pages else end
-            )  # where nothing was granted, not before the next page
+            asked.saved = first + held.pages if held.pages else end  # nothing granted: not before the next page
             return held
 
     def _save(self, asked: Asked, held: Reservation, table: Sequence[Sequence[int]], end: int) -> Save | None:
@@ -272,7 +271,9 @@ class Scheduler:
         """
         if not held.pages:
             return None
-        gone = any(table[group][page] == NULL_BLOCK for group, pages in asked.wants for page in pages)
+        there = dict(asked.wants)
+        pages = range(held.start, held.start + held.pages)
+        gone = any(row[page] == NULL_BLOCK for group, row in enumerate(table) for page in there.get(group, pages))
         if held.writes or gone or held.start + held.pages > end:
             asked.saved = held.start
             self._abort(held)
@@ -314,7 +315,7 @@ class Scheduler:
             self._release(asked.lease)
             if asked.lookup is not None and asked.lease is None:
                 asked.lookup.add_done_callback(self._release_found)
-            self._back.submit(self._forget, asked)
+            self._pool.submit(self._forget, asked)  # which waits for a look-up of the request
 
     def reset(self) -> None:
         """The weights have changed, to what nobody can say: this engine's KV is its own from now on.

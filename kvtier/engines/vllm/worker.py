@@ -49,13 +49,13 @@ class Worker:
     def register(self, tensors: dict[str, Any]) -> None:
         """Learn where the KV lies, and open the cache that it belongs to."""
         vllm_config, kv_cache_config = self._configs
-        replicas, shards = ranks_of(vllm_config, kv_cache_config)
+        self._replicas, shards = ranks_of(vllm_config, kv_cache_config)
         rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         layers = vllm_config.compilation_config.static_forward_context
         names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
         backends = {layers[name].get_attn_backend().get_name() for name in names if name in layers}
         self.spec = spec_of(vllm_config, kv_cache_config, backends, str(kv_cache_config.kv_cache_layout))
-        self._slices = slices_of(self.spec, rank // replicas, shards)
+        self._slices = slices_of(self.spec, rank // self._replicas, shards)
         self._open = (rank, vllm_config.parallel_config.tensor_parallel_size)
         self._planes = [
             Plane([tensors[name] for name in group.layer_names], kv_cache_config.num_blocks, spec, part)
@@ -67,7 +67,7 @@ class Worker:
 
     def formats(self) -> Formats:
         """For the scheduler's side: the cache."""
-        return Formats(msgspec.msgpack.encode(self.spec))
+        return Formats(msgspec.msgpack.encode(self.spec), self._replicas)
 
     def _opened(self, epoch: int) -> Cache:
         rank, world = self._open
@@ -97,7 +97,10 @@ class Worker:
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
         for share in plan.drops:
-            self._drop(self._adopt(share))
+            if self._planes[0].on_cpu:
+                self._copier.submit(self._drop_shared, share)  # after what is still being copied into it
+            else:
+                self._drop_shared(share)
         for save in plan.saves:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
@@ -166,9 +169,13 @@ class Worker:
     def _load(self, load: Load) -> bool:
         """Whether every page of a lease is in its blocks."""
         lease = self._adopt(load.share)
-        good = isinstance(lease, Lease) and all(
-            self._load_group(lease, group, load.first, row) for group, row in enumerate(load.blocks)
-        )
+        try:
+            good = isinstance(lease, Lease) and all(
+                self._load_group(lease, group, load.first, row) for group, row in enumerate(load.blocks)
+            )
+        except KvtierError as exc:
+            _log.warning("a lease cannot be read: %s", exc)
+            good = False
         self._done.leases[load.lease] += 1
         self.counts["loads"] += 1
         self.counts["loads_failed"] += not good
@@ -209,7 +216,12 @@ class Worker:
 
     def _copy(self, save: Save, held: Reservation) -> None:
         """Copy a save out, and have it committed."""
-        if all(self._copy_group(held, group, save.first, row) for group, row in enumerate(save.blocks)):
+        try:
+            done = all(self._copy_group(held, group, save.first, row) for group, row in enumerate(save.blocks))
+        except Exception:  # noqa: BLE001 - the thread goes on with the next
+            _log.exception("a save is given up")
+            done = False
+        if done:
             self._pool.submit(self._commit, held)
         else:
             self._give_up(save, held)
@@ -239,6 +251,9 @@ class Worker:
         """A save that will not be."""
         self._told += [("saves_dropped", 1), ("dropped", save.reservation)]
         self._drop(held)
+
+    def _drop_shared(self, share: bytes) -> None:
+        self._drop(self._adopt(share))
 
     def _drop(self, held: Lease | Reservation | None) -> None:
         """Say that this process will not write into a reservation."""
