@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvtier.client.arenas import Arenas
+from kvtier.client.device import MappedDevice
+from kvtier.client.link import Identity
 from kvtier.device.ipc import Exported, LibCuda, Mappings, probe
 from kvtier.types import Code, KvtierError
+from kvtier.wire import DeviceMapped
 
 UUID = bytes(range(16))
 MIB = 1 << 20
@@ -73,12 +79,14 @@ def test_an_allocation_is_mapped_once_and_goes_with_its_last_stretch():
 
 
 def test_handles_of_different_processes_are_different():
-    """Two engines' chunks of one number, and two handles of one engine, are mappings of their own."""
+    """Two engines' chunks of one number, and two handles, are mappings of their own; one handle is one mapping."""
     driver = Driver()
     mappings = Mappings(driver)
     chunk = Exported(UUID, b"", MIB, 0, 4096, chunk=3)
     opened = [mappings.open("a", chunk, fd=5), mappings.open("b", chunk, fd=6), mappings.open("a", stretch(1))]
     assert len({one.address for one in opened}) == 3
+    opened.append(mappings.open("b", stretch(1)))  # the same process registered it again
+    assert opened[3].address == opened[2].address
     for one in opened:
         mappings.close(one)
     assert not driver.open
@@ -169,3 +177,18 @@ def test_no_driver_is_said_so():
     except KvtierError as exc:
         assert exc.code is Code.IO
         assert "CUDA" in exc.message or "cuInit" in exc.message
+
+
+def test_an_engine_without_the_cuda_package_is_told_so(monkeypatch: pytest.MonkeyPatch):
+    """The daemon has a GPU tier, this process no cupy: not mapped, for that reason; it raises nothing."""
+    monkeypatch.delitem(sys.modules, "kvtier.device.cuda", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    device = MappedDevice(Identity("engine", "", events=False))
+    device.wanted = True
+    joined: Any = SimpleNamespace(arenas=Arenas([], []), device=-1)
+    steps = device.entering(joined)
+    next(steps)
+    with pytest.raises(StopIteration):
+        steps.send((DeviceMapped(1024, MIB, stretch()), []))
+    assert joined.device == -1
+    assert "cupy" in device.reason

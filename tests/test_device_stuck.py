@@ -6,15 +6,19 @@ import asyncio
 import os
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from engines import Engine, Peer, spec, tokens
 from kvtier import wire
+from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
 from kvtier.store import Store
+from kvtier.store.carrier import Carrier
+from kvtier.tiers.pool import Span
 from kvtier.tiers.slab import SlotState
-from kvtier.types import Kind, KvtierError
+from kvtier.types import Code, Kind, KvtierError
 from lazydevice import LazyDevice
 from storekit import until
 from test_device_tier import hasten, over
@@ -44,10 +48,13 @@ class Owner:
         self.shared = LazyDevice(0).share(32768)
         self.kv = self.shared.memory.data
         self.kv[:] = np.random.default_rng(0).integers(0, 256, len(self.kv), np.uint8)
-        message = wire.RegisterKv("engine", "kv", (self.shared.exported,), PLANES, self.kv[:16].tobytes())
-        self.region = (await self.store.register_kv(message, [self.shared.fd], Peer())).region
-        os.close(self.shared.fd)
+        self.region = await self.register()
         return self.engine
+
+    async def register(self) -> int:
+        """Register the KV, again or for the first time."""
+        message = wire.RegisterKv("engine", "kv", (self.shared.exported,), PLANES, self.kv[:16].tobytes())
+        return (await self.store.register_kv(message, [self.shared.fd], Peer())).region
 
     async def put(self, keys: bytes, blocks: list[int]) -> wire.Committed:
         """Compute pages in blocks and have them stored."""
@@ -167,3 +174,151 @@ async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_the
         await until(lambda: freed)
         assert freed == [0]
         assert store.parts.check() == []
+
+
+@pytest.mark.parametrize("how", ["unregistered", "registered again"])
+async def test_memory_stays_mapped_while_a_load_verifies_its_pages(how: str, monkeypatch: pytest.MonkeyPatch):
+    """Between its checks and its transfer a load has its region: busy to unregister; replaced, nothing moves there."""
+    device = LazyDevice(4)
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        keys = tokens(*range(PAGES))
+        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
+        got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        (region,) = engine.process.instance.kv.values()
+        freed, free, gate, sums = [], region.memory[0].free, asyncio.Event(), store.parts.copying.checksums
+        region.memory[0].free = lambda: (freed.append(region.running), free())
+
+        async def held(*args: Any) -> list[int]:
+            await gate.wait()
+            return await sums(*args)
+
+        monkeypatch.setattr(store.parts.copying, "checksums", held)
+        loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        await until(lambda: region.running)
+        if how == "unregistered":
+            with pytest.raises(KvtierError, match="transfers run"):
+                await engine.call(wire.Unregister(owner.region))
+        else:
+            await owner.register()
+            await until(lambda: region.ended)
+        gate.set()
+        if how == "unregistered":
+            assert (await loading).done == b"\1" * PAGES
+            await engine.call(wire.Unregister(owner.region))
+        else:
+            with pytest.raises(KvtierError, match="unregistered"):
+                await loading
+        await until(lambda: freed)
+        assert freed == [0]
+        engine.leave()
+
+
+async def test_memory_of_two_registrations_is_never_taken_for_the_same():
+    """Chunks of two engines may have one number: each registration says that it is another one, its stretches not."""
+    owners: list[object] = []
+
+    class Noting(LazyDevice):
+        def attach(self, what: Any, fd: int, owner: object) -> Any:
+            owners.append(owner)
+            return super().attach(what, fd, owner)
+
+    async with over(lambda: Noting(6), 8) as store:
+        shared = LazyDevice(0).share(32768)
+        for name in ("a", "b"):
+            message = wire.RegisterKv(name, "kv", (shared.exported,) * 2, PLANES, bytes(16))
+            await Engine(store, name).open(PAGE)
+            await store.register_kv(message, [shared.fd, shared.fd], Peer())
+        os.close(shared.fd)
+    assert owners[0] is owners[1] is not owners[2] is owners[3]
+
+
+class Clock:
+    """A clock that stands still but for what takes time."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Compiling(HostDevice):
+    """A device whose copies are begun late, and are done at the second look."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def stream(self, *, urgent: bool = False) -> Any:
+        stream = super().stream(urgent=urgent)
+        stream.record = Second
+        return stream
+
+    def copies(self, *args: Any) -> None:
+        self.clock.now += 100.0
+        super().copies(*args)
+
+
+class Second:
+    """An event that is reached when it is asked for again."""
+
+    done = False
+    asked = False
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        self.asked, before = True, self.asked
+        return before
+
+
+async def test_the_time_to_begin_is_not_the_time_to_move(monkeypatch: pytest.MonkeyPatch):
+    """A kernel that is compiled first, longer than the deadline: the batch still has all of its time."""
+    clock = Clock()
+    monkeypatch.setattr("kvtier.store.carrier.time", clock)
+    carrier = Carrier(lambda: Compiling(clock), 4096, deadline_s=10.0)
+    try:
+        assert carrier.shared is not None
+        await carrier.write(Span(carrier.shared.memory.address, 16), b"t" * 16)
+        assert carrier.shared.memory.data[:16].tobytes() == b"t" * 16
+        assert not carrier.sick
+    finally:
+        carrier.close()
+
+
+class Narrow(LazyDevice):
+    """A device with room for so many buffers."""
+
+    room = 2
+
+    def take(self, size: int) -> Any:
+        if not self.room:
+            raise KvtierError(Code.NO_SPACE, f"taking {size} bytes: out of memory")
+        self.room -= 1
+        memory = super().take(size)
+        free = memory.free
+
+        def freed() -> None:
+            self.room += 1
+            free()
+
+        memory.free = freed
+        return memory
+
+
+async def test_a_transfer_without_room_for_its_buffers_costs_only_itself():
+    """GPU memory ran out: that request is refused, what it took is given back, the tier goes on."""
+    device = Narrow(5)
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        keys = tokens(*range(PAGES))
+        with pytest.raises(KvtierError, match="out of memory"):
+            await owner.put(keys, [0, 1, 2, 3])
+        assert device.room == 2
+        assert store.parts.vram.state == "ready"
+        device.room = 4
+        again = await engine.reserve(keys)
+        await engine.call(wire.Store(owner.region, 0, rows([0, 1, 2, 3]), reservation=again.reservation))
+        assert (await engine.call(wire.Commit(again.reservation, 0, PAGES))).published == PAGES
+        await engine.open(msgspec.structs.replace(PAGE, model="another"))
+        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES  # by the same buffers
+        engine.leave()

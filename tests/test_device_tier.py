@@ -22,6 +22,7 @@ from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, Kind, KvtierError, Tier
 from lazydevice import LazyDevice, Site
 from storekit import KINDS, MIB, maker, quiet, storing, until
+from storekit import Failing as FailingDisk
 
 PAGE = spec((GroupSpec(Kind.FULL, 2, 2, 1000),))
 SLOT = 4096
@@ -168,6 +169,25 @@ async def test_a_host_smaller_than_the_device_goes_on(tmp_path: Path, disk: bool
         assert idle(store) == []
 
 
+async def test_who_needs_the_device_waits_while_disk_writes_what_is_there(tmp_path: Path):
+    """Its pages cannot go before disk has them: no refusal before the deadline, and room when one is written."""
+    calls = FailingDisk()
+    async with over(HostDevice, 4, tmp_path, calls=calls) as store:
+        engine = await joined(store)
+        calls.gate.clear()
+        assert await engine.put(tokens(*range(4))) == 4
+        handle = (await engine.match(tokens(50))).handle
+        asking = asyncio.ensure_future(engine._call(wire.Reserve(handle, 0, 1, wait_ms=20_000, device=True)))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        refused = asking.done()  # the disk stands still
+        calls.gate.set()
+        got = await asking
+        assert (refused, got.pages, got.refused) == (False, 1, "")
+        await engine._call(wire.Abort(got.reservation))
+        engine.leave()
+
+
 async def test_duplicates_go_first_and_cost_no_copy(device: Any):
     """A device full of pages that host has too gives them up at once; what only it has is brought down first."""
     async with over(device, 8) as store:
@@ -235,6 +255,15 @@ async def test_another_scope_has_no_part_of_the_device(device: Any):
         assert await theirs.put(tokens(1, 2)) == 2
         assert await mine.put(tokens(1, 2)) == 2
         assert [s.tier for s in (await theirs.match(tokens(1, 2))).segments] == [Tier.HOST]
+
+
+async def test_engines_that_map_the_device_at_once_all_prove_it(device: Any):
+    """Two first MapDevice together: one token, which both find, and who comes later."""
+    async with over(device, 8) as store:
+        engines = [Engine(store, f"e{n}", pid=n + 1) for n in range(3)]
+        await asyncio.gather(*(engine.map() for engine in engines[:2]))
+        await engines[2].map()
+        assert all(engine.process.device for engine in engines)
 
 
 # -- failures ------------------------------------------------------------------------------------------------------
@@ -318,6 +347,111 @@ async def test_slots_that_a_stuck_device_may_still_write_are_nobodys():
         assert store.parts.check() == []
 
 
+def fails(store: Store) -> None:
+    """The device is sick, of which nobody was told yet."""
+    store.parts.vram.carrier.sick = "it fell off the bus"
+
+
+async def test_no_slot_of_a_device_that_fails_meanwhile_is_given_out(monkeypatch: pytest.MonkeyPatch):
+    """It fails as room is made there: who asked is refused, and the slab that was being emptied stays closed."""
+    async with over(HostDevice, 4) as store:
+        engine = await joined(store)
+        engine.patient = False
+        assert await engine.put(tokens(*range(4))) == 4
+        await engine.still()
+        vram, (pool,) = store.parts.vram, store.parts.vram.tier.pools
+        handle = (await engine.match(tokens(50))).handle
+        take = vram.space.take
+
+        async def emptied(*args: Any) -> Any:
+            got = await take(*args)
+            slab = next(s for s in pool.slabs if s.lo <= got[0][0] < s.hi)
+            pool.close_slab(slab)  # as for another pool that has less
+            fails(store)
+            vram._fall()
+            pool.reopen_slab(slab)
+            return got
+
+        monkeypatch.setattr(vram.space, "take", emptied)
+        got = await engine._call(wire.Reserve(handle, 0, 1, device=True))
+        assert (got.pages, got.refused) == (0, Code.NO_SPACE)
+        assert not pool.alloc(0, 1)
+        await vram.close()
+        engine.leave()
+        assert idle(store) == []
+
+
+async def test_what_is_on_a_failed_device_is_stored_again_and_hides_nothing(tmp_path: Path):
+    """It fails under a reservation: a commit there serves nothing, and what disk has too is read from disk at once."""
+    async with over(HostDevice, 16, tmp_path) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        kept, lost = tokens(*range(4)), tokens(*range(50, 54))
+        assert await engine.put(kept) == 4
+        await engine.call(wire.Flush())
+        assert store.parts.space.evict(store.parts.host.pools[0], [4])
+        engine.patient = False
+        reserved = await engine.reserve(lost)
+        fails(store)
+        assert await other.get(kept) == 4
+        vram = store.parts.vram
+        vram._fall()
+        sums = (wire.Sums(0, np.arange(1, 5, dtype="<u8").tobytes()),)
+        assert (await engine.call(wire.Commit(reserved.reservation, 0, 4, sums))).published == 0
+        await vram.close()
+        assert next(iter(store.parts.caches.values())).index.copies[Tier.DEVICE] == 0
+        assert (await engine.match(lost)).pages == 0
+        engine.mapped = False
+        assert await engine.put(lost) == 4
+        assert await other.get(lost) == 4
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_a_rotten_copy_on_the_device_hides_no_good_one_on_disk(tmp_path: Path, device: Any):
+    """The device's copy is leased, so it stays; who reads from host gets the page from disk in the same request."""
+    async with over(device, 16, tmp_path) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        keys = tokens(*range(4))
+        assert await engine.put(keys) == 4
+        await engine.call(wire.Flush())
+        assert store.parts.space.evict(store.parts.host.pools[0], [4])
+        held = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        engine.device_bytes(2 * SLOT, SLOT)[10] ^= 1
+        engine.send_back()
+        assert await other.get(keys) == 4
+        assert store.parts.counts["device_checksum"] == 1
+        await engine.call(wire.Release(held.lease))
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_a_load_that_fails_on_the_device_leaves_no_slot_behind(tmp_path: Path):
+    """Some pages come from the device, which fails, and some from disk: no host slot stays taken for either."""
+    device = Failing()
+    async with over(lambda: device, 8, tmp_path) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        keys = tokens(*range(8))
+        assert await engine.put(keys) == 8
+        await engine.call(wire.Flush())
+        vram, (pool,) = store.parts.vram, store.parts.host.pools
+        assert vram.space.evict(vram.tier.pools[0], [4])
+        assert store.parts.space.evict(pool, [8])
+        device.down = True
+        await other.get(keys)
+        await until(lambda: vram.state == "sick")
+        await vram.close()
+        assert await other.get(keys) == 8
+        for each in (engine, other):
+            each.leave()
+        await quiet(store)
+        states = {state.name for state, n in pool.counts()[0].items() if n}
+        assert states <= {"FREE", "CACHED", "QUARANTINED"}
+
+
 def told(keys: bytes) -> Any:
     """Checksums of pages as their engine knows them, without the device."""
     from kvtier.mover import digest
@@ -395,6 +529,46 @@ async def test_a_flush_brings_what_only_the_device_has_to_disk(tmp_path: Path, d
     async with storing(tmp_path, host=MIB) as store:
         engine = await joined(store)
         assert await engine.get(keys) == 6
+
+
+async def test_a_flush_is_not_refused_for_what_is_stored_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It answers for what was there when it began: pages committed on the device as it waits do not fail it."""
+    async with over(HostDevice, 16, tmp_path) as store:
+        engine = await joined(store)
+        engine.patient = False
+        assert await engine.put(tokens(*range(4))) == 4
+        demote = store.parts.vram.demote
+        settled, later = demote.settled, []
+
+        async def meanwhile() -> None:
+            await settled()
+            if not later:
+                later.append(await engine.put(tokens(*range(50, 54))))
+
+        monkeypatch.setattr(demote, "settled", meanwhile)
+        await engine._call(wire.Flush())
+        assert later == [4]
+        engine.leave()
+
+
+async def test_host_pages_after_device_pages_become_durable_by_themselves(tmp_path: Path, device: Any):
+    """The device had room for the first pages only: those in host are on disk too, without a flush, and are told."""
+    async with over(device, 64, tmp_path) as store:
+        engine = await joined(store)
+        engine.patient = False
+        handle = (await engine.match(tokens(*range(14)))).handle
+        given = [
+            await engine._call(wire.Reserve(handle, first, pages, device=first < 10))
+            for first, pages in ((0, 10), (10, 2), (12, 2))
+        ]
+        for one, first in zip(given, (0, 10, 12), strict=True):
+            await engine._call(wire.Commit(one.reservation, first, one.pages))
+        cache = next(iter(store.parts.caches.values()))
+        await until(lambda: cache.index.copies[Tier.DISK] == 14)
+        await until(lambda: sum(isinstance(event, wire.Durable) for event in engine.events) == len(given))
+        told = {event.reservation: event.pages for event in engine.events if isinstance(event, wire.Durable)}
+        assert told == {one.reservation: one.pages for one in given}
+        engine.leave()
 
 
 async def test_the_device_sums_what_it_can_and_fetches_the_rest():

@@ -254,7 +254,7 @@ class AsyncBorrowed(AsyncLease):
 
     async def release(self) -> None:
         """Only this process's own reading ends."""
-        self._ended = True
+        self._end()
 
 
 class AsyncReservation(HeldReservation):

@@ -38,6 +38,8 @@ class Arenas:
         self._rows: dict[int, Bytes] = {}
         self._places: dict[int, tuple[int, int, Callable[[], None]]] = {}
         """Arenas in memory that only a device reaches: address, bytes, and what unmaps them."""
+        self.raw: set[object] = set()
+        """Who handed out addresses that no view stands for, and has not said that nothing touches them any more."""
         self._warm: set[int] = set()
         for info, fd in zip(infos, fds, strict=True):
             if not info.bytes:
@@ -112,8 +114,10 @@ class Arenas:
             _libc.madvise(row.ctypes.data + (lo & OFFSET_MASK), hi - lo, _MADV_POPULATE_READ)
 
     def unmap(self) -> bool:
-        """Unmap what no view refers to any more; True when nothing is mapped."""
+        """Unmap what neither a view nor an address in somebody's hands refers to; True when nothing is mapped."""
         self._rows.clear()
+        if self.raw:
+            return False
         for arena in list(self._places):
             self.forget(arena)
         kept = []

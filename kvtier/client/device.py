@@ -93,8 +93,11 @@ def _map_host(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
 
 def _map_gpu(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
     """GPU memory: this process has only its address."""
-    ipc: Any = importlib.import_module("kvtier.device.ipc")
-    cuda: Any = importlib.import_module("kvtier.device.cuda")
+    try:
+        ipc: Any = importlib.import_module("kvtier.device.ipc")
+        cuda: Any = importlib.import_module("kvtier.device.cuda")
+    except ImportError as exc:
+        raise KvtierError(Code.IO, f"GPU memory cannot be mapped here: {exc}") from exc
     mappings = ipc.Mappings(cuda.CudaDriver())
     opened = mappings.open(joined.welcome.session, told.exported, fds[0] if fds else -1)
     joined.arenas.place(told.arena, opened.address, told.size, lambda: mappings.close(opened))

@@ -317,12 +317,16 @@ class HeldReservation(Slots):
         """The request that commits pages, which are not written any more from now on."""
         at = first - self.start
         self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
+        if all(self._committed):
+            self._untouched()
         return self.committing(first, pages)
 
     def _committing(self, first: int | None, pages: int | None) -> Steps[int]:
         """Say that pages are written; how many pages of the reservation are served now."""
         first = self.start if first is None else first
         pages = self.start + self.pages - first if pages is None else pages
+        if pages == self.pages:
+            self._untouched()
         if not self._holds() or not pages:
             return 0
         assert self._joined is not None

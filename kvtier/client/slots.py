@@ -100,12 +100,23 @@ class Slots:
         if self._joined is not joined or self._ended:
             raise Away("what the transfer is about was lost with an earlier connection, or given back")
 
+    def _end(self) -> bool:
+        """From now on nothing of it is touched; whether that was so before."""
+        ended, self._ended = self._ended, True
+        self._untouched()
+        return ended
+
+    def _untouched(self) -> None:
+        """No address that it gave is used any more, so that a lost connection's memory can be unmapped."""
+        if self._joined is not None:
+            self._joined.arenas.raw.discard(self)
+
     def _giving_back(self, message: wire.Message | None) -> Steps[None]:
         """Say once that this is over, on another connection too: the daemon knows it by its instance.
 
         Not to another daemon, to which its number would mean something else.
         """
-        ended, self._ended = self._ended, True
+        ended = self._end()
         joined = self._joined
         if ended or joined is None or message is None:
             return
@@ -126,7 +137,8 @@ class Slots:
     def address(self, group: int, page: int) -> int | None:
         """Where an item of one slot is, in host or in device memory, as copies and kernels take it; None: not here.
 
-        What is read there is not verified by the client. It must not be used after the slot was given back.
+        What is read there is not verified by the client. It must not be used after the slot was given back, which is to
+        be said of what is lost, too: until then the memory stays mapped here and the daemon gives it to nobody.
         """
         found = self._offsets(group, page)
         joined = self._joined
@@ -134,6 +146,9 @@ class Slots:
             return None
         if len(found[0]) > 1:
             raise bad("group", "items of one slot", group)
+        joined.arenas.raw.add(self)
+        if self.lost:  # another thread noticed, and may have unmapped it before this was counted
+            return None
         return joined.arenas.address(int(found[0][0]), self.cache.groups[group].slot_bytes)
 
     def _item(self, group: int, page: int) -> tuple[Item, int] | None:

@@ -302,7 +302,7 @@ class Borrowed(Lease):
     def release(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
         """Only this process's own reading ends."""
         fence(after, timeout_s)
-        self._ended = True
+        self._end()
 
 
 class Reservation(HeldReservation):

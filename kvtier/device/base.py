@@ -97,9 +97,10 @@ class Device(Protocol):
     def share(self, size: int) -> Shared:
         """Device memory for other processes too. Raises KvtierError(no_space), or io."""
 
-    def attach(self, what: Exported, fd: int) -> Buffer:
+    def attach(self, what: Exported, fd: int, owner: object) -> Buffer:
         """Map a stretch of another process's memory, by its descriptor where it has no handle; `free` unmaps it.
 
+        `owner`: the same for what one process shares at once, and no other's.
         Raises bad_request, or io with advice. Work on it must have ended before it is freed.
         """
 

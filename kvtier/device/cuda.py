@@ -297,12 +297,12 @@ class CudaDevice:
             raise
         return Shared(memory, exported, fd)
 
-    def attach(self, what: Exported, fd: int) -> CudaAttached:
+    def attach(self, what: Exported, fd: int, owner: object) -> CudaAttached:
         """Map another process's memory."""
         if what.uuid != self.facts.uuid:
             raise KvtierError(Code.BAD_REQUEST, f"memory of another GPU than {self.facts.uuid.hex()}", "exported.uuid")
         self._mappings = self._mappings or Mappings(CudaDriver())
-        return CudaAttached(self._mappings, self._mappings.open("engine", what, fd))
+        return CudaAttached(self._mappings, self._mappings.open(owner, what, fd))
 
     def pin(self, size: int) -> CudaPinned:
         """Pinned host memory."""

@@ -198,7 +198,7 @@ class HostDevice:
             raise KvtierError(Code.NO_SPACE, f"no {size} bytes of shared memory: {exc}") from exc
         return Shared(memory, Exported(self.facts.uuid, b"", size, 0, size), fd)
 
-    def attach(self, what: Exported, fd: int) -> MappedBuffer:
+    def attach(self, what: Exported, fd: int, owner: object) -> MappedBuffer:  # noqa: ARG002 - each has its own mapping
         """Map a descriptor that nobody can make shorter: touching what is gone would kill this process."""
         what.check()
         if what.uuid != self.facts.uuid or what.handle or fd < 0:

@@ -73,14 +73,16 @@ class Mappings:
         self._lock = threading.Lock()
 
     def open(self, owner: object, what: Exported, fd: int = -1) -> Opened:
-        """Map a stretch; `owner` tells exporting processes apart. Raises bad_request, or io with advice.
+        """Map a stretch. Raises bad_request, or io with advice.
+
+        `owner` tells exporting processes apart, whose chunks may have the same number; handles are of one process.
 
         `fd` is not kept.
         """
         what.check()
         if bool(what.handle) == (fd >= 0):
             raise KvtierError(Code.BAD_REQUEST, "either a handle or a descriptor", "exported.handle")
-        key = (owner, what.uuid, what.handle or what.chunk)
+        key = (what.uuid, what.handle) if what.handle else (what.uuid, owner, what.chunk)
         with self._lock:
             mapping = self._mapped.get(key)
             if mapping is None:

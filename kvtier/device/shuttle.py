@@ -117,7 +117,9 @@ class Shuttle:
         self, device: Device, plan: Plan, *, stage_bytes: int = 8 << 20, stages: int = 2, pieces: int = 1,
         direct: bool = False, way: Way | Choose = Way.STAGED, sums: bool = False, stream: Stream | None = None,
     ) -> None:  # fmt: skip
-        """`pieces`: loads come layer by layer in so many parts. `sums`: also sum each slot (one piece, staged).
+        """Takes its memory, all or none: raises no_space.
+
+        `pieces`: loads come layer by layer in so many parts. `sums`: also sum each slot (one piece, staged).
 
         `way`: of all transfers, or what chooses it for each (`Paths.way`); `direct` is short for that one.
 
@@ -136,10 +138,17 @@ class Shuttle:
         if sums and (self.direct or len(self._parts) > 1 or size < SUM_FROM or size % 8):
             raise bad("sums", f"staged pages in one piece, of at least {SUM_FROM} bytes and a multiple of 8", size)
         stage = max(stage_bytes, align_up(size, STAGE_ALIGN)) if not self.direct else 0
-        self._down, self._up = ([Stage(device.take(stage)) for _ in range(stages if stage else 0)] for _ in range(2))
         self._gather, self._out = stream or device.stream(), device.stream()
         self._in, self._scatter = device.stream(urgent=True), stream or device.stream(urgent=True)
-        self._sums = device.pin(8 * MOST_PAGES * MOST_TRANSFERS)
+        self._down: list[Stage] = []
+        self._up: list[Stage] = []
+        with contextlib.ExitStack() as taken:
+            self._sums = device.pin(8 * MOST_PAGES * MOST_TRANSFERS)
+            taken.callback(self._sums.free)
+            for each in (self._down, self._up) * (stages if stage else 0):
+                each.append(Stage(device.take(stage)))
+                taken.callback(each[-1].memory.free)
+            taken.pop_all()
         self._rows = list(range(MOST_TRANSFERS))
 
     def store(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:

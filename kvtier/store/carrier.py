@@ -266,8 +266,8 @@ class Carrier:
     def _begin(self, batch: Batch, stream: Stream) -> None:
         """Queue a batch on a stream."""
         self._flying.append(batch)
-        batch.late = time.monotonic() + self._deadline_s
         batch.event = batch.begin(self, stream) or stream.record()
+        batch.late = time.monotonic() + self._deadline_s  # a kernel that has to be compiled first took none of it
 
     def _look(self) -> None:
         """Wait a little for the oldest batch, and hand over all that are done."""

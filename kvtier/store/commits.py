@@ -125,8 +125,9 @@ class Commits:
             return
         first, end = res.publish(now)
         if first < end:
-            if self.parts.vram is not None and res.tier == Tier.DEVICE:
-                self.parts.vram.demote.save(res.cache, res.nodes[0], first, end, told_durable(res))
+            vram = self.parts.vram
+            if vram is not None and vram.state == "ready" and Tier.DEVICE in res.cache.pools:
+                vram.demote.save(res.cache, res.nodes[0], first, end, told_durable(res))
             else:
                 self.parts.persist.offer(res.cache, res.nodes[0], first, end, told_durable(res))
             if self.parts.peers is not None and not res.instance.guest:

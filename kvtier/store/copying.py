@@ -49,6 +49,10 @@ class Copying:
         items = [cache.views(group, handle) for handle in handles]
         return await self.mover.run(digests, items, urgency=urgency)
 
+    def reaches(self, tier: int) -> bool:
+        """Whether the bytes of a tier can be read: not where its device failed."""
+        return tier != Tier.DEVICE or (self.carrier is not None and not self.carrier.sick)
+
     @property
     def _device(self) -> Carrier:
         if self.carrier is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +14,7 @@ import numpy.typing as npt
 
 from kvtier.device.base import Buffer, Device
 from kvtier.device.layout import Paged, Plan, plan
-from kvtier.device.shuttle import MOST_PAGES, Shuttle, Transfer, Way
+from kvtier.device.shuttle import MOST_PAGES, Shuttle, Way
 from kvtier.identity import Slice
 from kvtier.mover import Urgency
 from kvtier.store.cache import Cache
@@ -41,20 +43,21 @@ class KvRegion:
         self.owner = owner
         self.memory = memory
         self.layers = layers
-        self.shuttles: dict[tuple[int, int, Slice, bool], Shuttle] = {}
-        """By cache number, group, the part of its items that the process holds, and whether slots are on the device."""
+        self.shuttles: dict[tuple[object, ...], Shuttle] = {}
+        """By what makes pages differ (`Job.kind`): each has staging buffers of its own."""
         self.running = 0
+        """Loads and stores that use it, from the moment that they looked it up."""
         self.ended = False
+        """Nothing new moves there; it is unmapped when the last that uses it lets it go."""
 
     def shuttle(self, device: Device, job: Job) -> Shuttle:
-        """What moves pages of one group; made on first use, in the device's thread. Raises bad_request."""
-        key = (job.cache.number, job.group, job.part, job.host)
-        found = self.shuttles.get(key)
+        """What moves pages of one group; made on first use, in the device's thread. Raises bad_request, no_space."""
+        found = self.shuttles.get(job.kind)
         if found is None:
             made = self.plan(job.cache, job.group, job.part)
             if job.host and not made.whole_layers and device.facts.compute:
                 raise bad("rows", "pages on the device, or a rank with whole layers: no kernel reaches host slots")
-            found = self.shuttles[key] = Shuttle(device, made, way=Way.STAGED if job.host else Way.DIRECT)
+            found = self.shuttles[job.kind] = Shuttle(device, made, way=Way.STAGED if job.host else Way.DIRECT)
         return found
 
     def plan(self, cache: Cache, group: int, part: Slice) -> Plan:
@@ -82,6 +85,12 @@ class Job(NamedTuple):
     host: bool
     """Whether some slot is in host memory, which the device's copies reach and its kernels do not."""
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is the same for all pages that one shuttle moves, of whatever cache."""
+        spec = self.cache.spec
+        return spec.groups[self.group], spec.page_tokens, spec.kv_dtype, spec.codec, self.part, self.host
+
 
 class KvRegions:
     """Registering, loading and storing; one number space with other regions."""
@@ -105,8 +114,11 @@ class KvRegions:
             raise bad("name", f"1..{MAX_NAME} characters", msg.name)
         _check(msg, len(fds))
         carrier = self._carrier
-        same = [number for number, r in instance.kv.items() if (r.owner, r.name) == (owner, msg.name)]
-        if len(instance.kv) - len(same) >= MOST_REGIONS:
+
+        def same() -> list[int]:
+            return [number for number, r in instance.kv.items() if (r.owner, r.name) == (owner, msg.name)]
+
+        if len(instance.kv) - len(same()) >= MOST_REGIONS:
             raise KvtierError(Code.OVER_CAP, f"an instance registers the KV of at most {MOST_REGIONS} processes")
         memory = await carrier.call(lambda device: _attach(device, msg, fds))
         region = KvRegion(msg.name, owner, memory, _layers(msg.planes, memory))
@@ -115,8 +127,8 @@ class KvRegions:
         except BaseException:
             await self._close(region)
             raise
-        for old in same:
-            await self._drop(instance.kv.pop(old))
+        for old in same():
+            self.drop_one(instance, old)
         if instance.gone:
             await self._close(region)
             raise KvtierError(Code.UNKNOWN, "the instance has ended", "instance")
@@ -140,6 +152,17 @@ class KvRegions:
         for number in [number for number, region in instance.kv.items() if region.owner == pid]:
             self.drop_one(instance, number)
 
+    @contextlib.asynccontextmanager
+    async def _using(self, region: KvRegion) -> AsyncIterator[None]:
+        """Keep a region mapped; the last one to let an ended one go unmaps it."""
+        region.running += 1
+        try:
+            yield
+        finally:
+            region.running -= 1
+            if region.ended and not region.running:
+                await self._close(region)
+
     async def _drop(self, region: KvRegion) -> None:
         """Unmap once nothing moves there."""
         region.ended = True
@@ -156,30 +179,34 @@ class KvRegions:
                 self.counts["kv_regions_not_unmapped"] += 1
 
     async def _move(self, region: KvRegion, job: Job, *, load: bool) -> None:
-        """Have the device move pages, at most MOST_PAGES at once. Raises bad_request, busy, io, Stuck."""
-        carrier = self._carrier
+        """Have the device move pages, at most MOST_PAGES at once.
+
+        Raises bad_request, unknown, no_space, busy, io, Stuck.
+        """
+        carrier, urgency = self._carrier, Urgency.LOAD if load else Urgency.ENGINE
+        shuttle = region.shuttles.get(job.kind)
+        if shuttle is None:  # what it lacks for one is this request's misfortune, not the device's
+            shuttle = await carrier.call(lambda device: region.shuttle(device, job), urgency)
+        go = shuttle.load if load else shuttle.store
         per = len(job.blocks) // max(1, len(job.slots))
-        region.running += 1
-        try:
-            for at in range(0, len(job.slots), MOST_PAGES):
-                slots = job.slots[at : at + MOST_PAGES]
-                blocks = job.blocks[at * per : (at + len(slots)) * per]
+        for at in range(0, len(job.slots), MOST_PAGES):
+            if region.ended:
+                raise KvtierError(Code.UNKNOWN, "the region was unregistered", "region")
+            slots = job.slots[at : at + MOST_PAGES]
+            blocks = job.blocks[at * per : (at + len(slots)) * per]
 
-                def start(slots: npt.NDArray[np.uint64] = slots, blocks: Words = blocks) -> Transfer:
-                    shuttle = region.shuttle(carrier.device, job)
-                    return (shuttle.load if load else shuttle.store)(blocks, slots)
-
-                await carrier.transfer(start, Urgency.LOAD if load else Urgency.ENGINE)
-        finally:
-            region.running -= 1
-            if region.ended and not region.running:
-                await self._close(region)
+            await carrier.transfer(functools.partial(go, blocks, slots), urgency)
 
     # -- load --------------------------------------------------------------------------------------------------------
 
     async def load(self, process: Process, msg: Load) -> Loaded:
         """Scatter a lease's pages into blocks, each verified first. Ends only when the device writes there no more."""
-        region, lease = process.instance.kv[msg.region], process.instance.leases.get(msg.lease)
+        region = process.instance.kv[msg.region]
+        async with self._using(region):
+            return await self._loaded(process, region, msg)
+
+    async def _loaded(self, process: Process, region: KvRegion, msg: Load) -> Loaded:
+        lease = process.instance.leases.get(msg.lease)
         if lease is None:
             raise KvtierError(Code.UNKNOWN, f"no lease {msg.lease} here", "lease")
         cache = lease.cache
@@ -236,7 +263,12 @@ class KvRegions:
 
     async def store(self, process: Process, msg: Store) -> Stored:
         """Gather blocks into a reservation's slots: this process's part of them. A Commit follows."""
-        region, res = process.instance.kv[msg.region], process.instance.reservations.get(msg.reservation)
+        region = process.instance.kv[msg.region]
+        async with self._using(region):
+            return await self._stored(process, region, msg)
+
+    async def _stored(self, process: Process, region: KvRegion, msg: Store) -> Stored:
+        res = process.instance.reservations.get(msg.reservation)
         if res is None:
             raise KvtierError(Code.UNKNOWN, f"no reservation {msg.reservation} here", "reservation")
         cache, first = res.cache, msg.first - res.start
@@ -320,10 +352,11 @@ def _end(plane: Plane) -> int:
 def _attach(device: Device, msg: RegisterKv, fds: Sequence[int]) -> list[Buffer]:
     """Map all stretches, or none; in the device's thread."""
     left = iter(fds)
+    owner = object()
     found: list[Buffer] = []
     try:
         for what in msg.memory:
-            found.append(device.attach(what, -1 if what.handle else next(left)))  # noqa: PERF401 - undone where one fails
+            found.append(device.attach(what, -1 if what.handle else next(left), owner))  # noqa: PERF401 - undone where one fails
     except BaseException:
         for memory in found:
             memory.free()

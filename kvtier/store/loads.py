@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import Counter
@@ -50,15 +51,24 @@ class Loads:
         """(tier, handle there, group) -> the load that brings it."""
 
     def missing(
-        self, cache: Cache, node: Node, needed: list[tuple[int, int, int]], tiers: Sequence[int] = (Tier.HOST,)
+        self,
+        cache: Cache,
+        node: Node,
+        needed: list[tuple[int, int, int]],
+        tiers: Sequence[int] = (Tier.HOST,),
+        but: int = -1,
     ) -> list[Missing]:
-        """Items among (group, first, count) ranges of the path to `node` that `tiers` lack and another tier has."""
+        """Items among (group, first, count) ranges of the path to `node` that `tiers` lack and another tier has.
+
+        `but`: a tier whose copies are of no use.
+        """
         out = []
         for group, first, count in needed:
             held, sums = cache.readable(node, group, first, count, tiers)
             if NO_COPY not in held:
                 continue
-            away = {tier: cache.gather(node, group, first, count, tier) for tier in LOCAL if tier not in tiers}
+            others = [tier for tier in LOCAL if tier not in {*tiers, but} and self.space.copying.reaches(tier)]
+            away = {tier: cache.gather(node, group, first, count, tier) for tier in others}
             for at, handle in enumerate(held):
                 if handle == NO_COPY:
                     has = next((tier for tier, row in away.items() if row[at] != NO_COPY), None)
@@ -101,8 +111,7 @@ class Loads:
                 else:
                     self.counts["loads_no_space"] += 1
             self.space.give_back(cache, got)
-            for tier in {m.tier for m, _ in plan}:
-                await self._bring(cache, tier, [(m, slot) for m, slot in plan if m.tier == tier])
+            await self._bring_all(cache, plan, deadline)
         except Exception:
             log.exception("load failed")
         finally:
@@ -111,8 +120,25 @@ class Loads:
             for node in {m.node for m in batch}:
                 self.space.unlease(cache, node)
 
-    async def _bring(self, cache: Cache, tier: int, plan: Plan) -> None:
-        """Fill slots from one tier and publish what verified."""
+    async def _bring_all(self, cache: Cache, plan: Plan, deadline: float) -> None:
+        """Fill slots tier by tier; what a device had wrong comes from disk, where that has it too."""
+        parts = {tier: [(m, slot) for m, slot in plan if m.tier == tier] for tier in {m.tier for m, _ in plan}}
+        wrong: list[Missing] = []
+        try:
+            while parts:
+                wrong += await self._bring(cache, *parts.popitem())
+        finally:
+            for m, slot in itertools.chain(*parts.values()):
+                cache.pool.free(m.group, [slot])
+        again: list[Missing] = []
+        for m in wrong:
+            if m.tier == Tier.DEVICE and not m.node.dead:
+                again += self.missing(cache, m.node, [(m.group, m.page, 1)], but=m.tier)
+        if again:
+            await asyncio.wait(self.start(cache, again, deadline))
+
+    async def _bring(self, cache: Cache, tier: int, plan: Plan) -> list[Missing]:
+        """Fill slots from one tier and publish what verified; gives what did not."""
         for m, slot in plan:
             cache.pool.mark(m.group, [slot], SlotState.FILLING)
         way = f"{Tier(tier).name.lower()}_to_host"
@@ -126,7 +152,7 @@ class Loads:
                 else:
                     cache.pool.free(m.group, [slot])
             raise
-        self._publish(cache, plan, results)
+        return self._publish(cache, plan, results)
 
     async def _read(self, cache: Cache, plan: Plan) -> list[str]:
         """Read from disk; '' or what is wrong, for each."""
@@ -147,8 +173,8 @@ class Loads:
         found = await self.mover.run(digests, items, urgency=Urgency.LOAD)
         return ["" if value == m.sum else "checksum" for value, (m, _) in zip(found, plan, strict=True)]
 
-    def _publish(self, cache: Cache, plan: Plan, results: list[str]) -> None:
-        """Serve what came in whole; what did not is lost where it was."""
+    def _publish(self, cache: Cache, plan: Plan, results: list[str]) -> list[Missing]:
+        """Serve what came in whole; what did not, which it gives, is lost where it was."""
         lost = []
         for (m, slot), reason in zip(plan, results, strict=True):
             if reason or m.node.dead:
@@ -167,6 +193,7 @@ class Loads:
             self.counts[f"bytes_{name}_to_host"] += cache.item_bytes[m.group]
         for m, reason in lost:
             self.lose(cache, m, reason)
+        return [m for m, _ in lost]
 
     def lose(self, cache: Cache, m: Missing, reason: str) -> None:
         """A copy is not what was stored: a miss, counted and logged. Where no other tier has it, its subtree is cut.

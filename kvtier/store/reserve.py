@@ -222,6 +222,12 @@ class Reservation:
             if self.state[at] == OPEN or (complete and self.state[at] == COMPLETE):
                 self.state[at] = ABORTED
 
+    def fail(self) -> None:
+        """Its tier failed: nothing that is not served yet will be, whoever sums or commits it."""
+        for at in range(self.pages):
+            if self.state[at] != SETTLED:
+                self.state[at] = ABORTED
+
     def writer(self, bit: int) -> Process | None:
         """The one process that writes a shard, if any."""
         named = self.instance.writers.get((self.cache.number, bit))

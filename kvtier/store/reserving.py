@@ -78,6 +78,9 @@ class Reserving:
         if cache.retired or ask.process.instance.gone:
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
+        if self._space(ask.process, cache, device=ask.msg.device) is not space:  # the device failed meanwhile
+            space.give_back(cache, got)
+            return Reserved(0, 0, refused=Code.NO_SPACE)
         return self._fill(ask, got, space.short(cache, needs))
 
     def _needs(self, ask: Ask) -> list[int]:

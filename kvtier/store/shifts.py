@@ -194,17 +194,22 @@ class Demote(Shifter):
         return True
 
     def save(self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None = None) -> None:
-        """Copy pages that were committed on the device to host, and from there to disk; refused where too many wait.
+        """Copy what of committed pages the device has to host, and from there to disk.
 
+        Pages in host go this way too: disk takes them only after those before them, which may be on their way here.
+        Where too many are, only what is in host goes on.
         `notify(end)` is called once all are durable.
         """
-        if self.there and not cache.retired and self.pages + end - first <= MOST_PAGES:
-            self.start(cache, node, end - first, self._save(cache, node, first, end, notify))
+        if self.there and not cache.retired and self.pages + end - first > MOST_PAGES:
+            self.to.persist.offer(cache, node, first, end, notify)
+        elif self.there and not cache.retired:
+            before = set(self.tasks)
+            self.start(cache, node, end - first, self._save(cache, node, first, end, notify, before))
 
     async def progress(self, deadline: float) -> bool:
-        """Wait until some page came down; False at once when none is on its way, or at the deadline."""
+        """Wait until some page came down, or went on to disk; False at once when none does, or at the deadline."""
         if not self.tasks:
-            return False
+            return await self.to.persist.progress(deadline)
         self.moved.clear()
         left = deadline - asyncio.get_running_loop().time()
         try:
@@ -213,18 +218,32 @@ class Demote(Shifter):
             return False
         return True
 
+    def alone(self, cache: Cache, node: Node, first: int, end: int) -> list[Missing]:
+        """What only the device has of pages [first, end) of the path to `node`."""
+        ranges = [(group, first, end - first) for group in range(cache.index.groups)]
+        return self.items(cache, node, ranges, (Tier.HOST, Tier.DISK))
+
     async def _down(self, cache: Cache, node: Node, first: int, end: int) -> bool:
         """Bring what only the device has to host; False where that has no room."""
-        ranges = [(group, first, end - first) for group in range(cache.index.groups)]
         loop = asyncio.get_running_loop()
-        lacking = (Tier.HOST, Tier.DISK)
-        if await self.move(cache, self.items(cache, node, ranges, lacking), loop.time() + ROOM_S):
+        if await self.move(cache, self.alone(cache, node, first, end), loop.time() + ROOM_S):
             return True
         self._full_until = loop.time() + FULL_S
         return False
 
-    async def _save(self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None) -> None:
-        if await self._down(cache, node, first, end) and not node.dead:
+    async def _save(
+        self,
+        cache: Cache,
+        node: Node,
+        first: int,
+        end: int,
+        notify: Callable[[int], None] | None,
+        before: set[asyncio.Task[None]],
+    ) -> None:
+        down = await self._down(cache, node, first, end)
+        if first and before:
+            await asyncio.wait(before)
+        if down and not node.dead:
             self.to.persist.offer(cache, node, first, end, notify)
 
     async def _leave(self, cache: Cache, node: Node, first: int, end: int) -> None:

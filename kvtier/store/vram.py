@@ -70,6 +70,7 @@ class Vram:
         self._caches = parts.caches
         self._disk = parts.disk
         self._token = b""
+        self._proving = asyncio.Lock()
         self._failed: asyncio.Task[None] | None = None
         self.state = "ready" if self.tier.budget_bytes else "absent"
 
@@ -98,11 +99,11 @@ class Vram:
 
     async def _write_token(self) -> None:
         """Put a number that nobody can guess where only who maps this very memory can read it."""
-        if self._token:
-            return
-        token = secrets.token_bytes(TOKEN_BYTES)
-        await self.carrier.write(self.memory.probe, token)
-        self._token = self._token or token
+        async with self._proving:  # a second one would overwrite the first
+            if not self._token:
+                token = secrets.token_bytes(TOKEN_BYTES)
+                await self.carrier.write(self.memory.probe, token)
+                self._token = token
 
     def use(self, process: Process, msg: UseDevice) -> Ok:
         """A process shows that it reads the memory; from now on it may be told of slots there. Raises io, unknown."""
@@ -150,19 +151,31 @@ class Vram:
                 if not slab.closed:
                     pool.close_slab(slab)
         self.tier.space.closed = True
+        for res in [res for cache in self._caches.values() for res in cache.reservations]:
+            if res.tier == Tier.DEVICE:
+                res.fail()
         self._failed = asyncio.get_running_loop().create_task(self._forget())
 
     async def _forget(self) -> None:
-        """Drop every copy on the device, in slices; what was only there is lost."""
+        """Drop every copy on the device; what was only there is lost."""
+        await self.promote.settled()  # what came up is published even now
         for cache in list(self._caches.values()):
-            async for node in sliced(list(cache.index.walk())):
-                if node.dead or not node.count[Tier.DEVICE]:
-                    continue
-                lo = self.space.unsaved_from(cache.index, node, 0, node.pages)
-                if lo < node.pages and lo < node.live:
-                    self._lose(cache, node, lo)
-                elif not node.dead:
-                    cache.release(cache.index.drop(node, 0, node.pages, Tier.DEVICE), self._disk)
+            while await self._forget_some(cache):
+                pass
+
+    async def _forget_some(self, cache: Cache) -> bool:
+        """Go through a cache once, in slices; False where nothing was left: meanwhile nodes come from splits."""
+        found = False
+        async for node in sliced(list(cache.index.walk())):
+            if node.dead or not node.count[Tier.DEVICE]:
+                continue
+            found = True
+            lo = self.space.unsaved_from(cache.index, node, 0, node.pages)
+            if lo < node.pages and lo < node.live:
+                self._lose(cache, node, lo)
+            else:
+                cache.release(cache.index.drop(node, 0, node.pages, Tier.DEVICE), self._disk)
+        return found
 
     def _lose(self, cache: Cache, node: Node, lo: int) -> None:
         """Cut pages from one on that the device alone had."""
@@ -177,30 +190,27 @@ class Vram:
 
     async def flush(self, caches: Iterable[Cache], deadline: float) -> str:
         """Bring down what only the device has of these caches; '' when all that was there is in host or on disk."""
-        caches = list(caches)
         try:
             async with asyncio.timeout_at(deadline):
-                await self.settle(caches)
+                return "" if await self.settle(caches) else NO_ROOM
         except TimeoutError:
             return LATE
-        for cache in caches:
-            async for node in sliced(list(cache.index.walk())):
-                if not node.dead and self.space.unsaved_from(cache.index, node, 0, node.live) < node.live:
-                    return NO_ROOM
-        return ""
 
-    async def settle(self, caches: Iterable[Cache]) -> None:
-        """Bring to host what only the device has of these caches, as far as there is room."""
+    async def settle(self, caches: Iterable[Cache]) -> bool:
+        """Bring to host what only the device has of these caches; whether there was room for all of it."""
+        asked: list[tuple[Cache, Node, int, int]] = []
         for cache in caches:
             if Tier.DEVICE not in cache.pools or self.state != "ready":
                 continue
             async for node in sliced(list(cache.index.walk())):
                 lo = self.space.unsaved_from(cache.index, node, 0, node.live)
                 if not node.dead and lo < node.live:
-                    self.demote.save(cache, node, node.depth + lo, node.depth + node.live)
+                    asked.append((cache, node, node.depth + lo, node.depth + node.live))
+                    self.demote.save(*asked[-1])
                     if self.demote.pages > MOST_PAGES // 2:
                         await self.demote.settled()
         await self.demote.settled()
+        return not any(self.demote.alone(*pages) for pages in asked if not pages[1].dead)
 
     def report(self) -> dict[str, Any]:
         """For status and metrics."""

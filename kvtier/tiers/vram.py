@@ -10,7 +10,7 @@ from kvtier.tiers.arena import grain
 from kvtier.tiers.extents import Extents
 from kvtier.tiers.host import SlabTier
 from kvtier.tiers.pool import LISTED, SlotPool
-from kvtier.tiers.slab import ARENA_SHIFT
+from kvtier.tiers.slab import ARENA_SHIFT, Slab
 from kvtier.tiers.space import Plot
 from kvtier.types import PAGE_ALIGN
 
@@ -103,6 +103,19 @@ class VramSpace:
         """Nothing: whoever took the memory gives it back."""
 
 
+class VramPool(SlotPool):
+    """Slots in device memory, of which none is used again once the device failed."""
+
+    def __init__(self, scope: str, shape: Shape, slab_bytes: int, space: VramSpace) -> None:
+        super().__init__(scope, shape, slab_bytes, space)
+        self._vram = space
+
+    def reopen_slab(self, slab: Slab) -> None:
+        """The same, where the device did not fail while the slab was closed."""
+        if not self._vram.closed:
+            super().reopen_slab(slab)
+
+
 class DeviceTier(SlabTier[SlotPool]):
     """Slots in device memory, whose bytes only a device moves. `sick` says why it takes nothing any more."""
 
@@ -114,4 +127,4 @@ class DeviceTier(SlabTier[SlotPool]):
 
     def _make(self, scope: str, shape: Shape) -> SlotPool:
         """A new pool; one of another scope than the owner's never has a slot."""
-        return SlotPool(scope, shape, self._slab_size(shape), self.space)
+        return VramPool(scope, shape, self._slab_size(shape), self.space)
