@@ -265,7 +265,8 @@ def test_preemption_chunks_and_aborts_change_no_token(
 ):
     """Room for three requests of eight, prompts cut into chunks, requests that end early: all tokens as one by one."""
     options = {"model": models / kind, "attach": ATTACH[attach](home.socket)}
-    tight = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    blocks = {"llama": 24, "gemma": 40}[kind]
+    tight = {"num_gpu_blocks_override": blocks, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     prompts = [prompt(100 + 17 * seed, seed) for seed in range(3, 11)]
     with Engine(tmp_path / "log", **options) as alone:
         want = texts([alone.generate([each], tokens=100, salts=["alone"])[0] for each in prompts])
