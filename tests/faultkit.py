@@ -56,8 +56,12 @@ class Bystander:
         assert self.cache.flush(20.0)
         self.lease = self.cache.match(engineproc.path_keys(PAGES)).acquire(wait_ms=5000)
         self.p99()  # whatever is done once is done
-        self.unloaded = statistics.median(self.p99() for _ in range(5))
+        self.measure()
         return self
+
+    def measure(self) -> None:
+        """Take the p99 of now for the unloaded one."""
+        self.unloaded = statistics.median(self.p99() for _ in range(5))
 
     def __exit__(self, *_: object) -> None:
         self.lease.release()
@@ -108,7 +112,7 @@ class Bystander:
 
 @contextlib.contextmanager
 def trouble(daemon: Daemon, what: str, *words: object) -> Iterator[subprocess.Popen]:
-    """A process that runs `flood` or `storm`, below: it has begun. It has a low priority: cores are not the point."""
+    """A process that runs `spin`, `flood` or `storm`, below: it has begun. It has a low priority: cores are not the point."""
     command = [sys.executable, __file__, what, str(daemon.socket), *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
@@ -118,6 +122,14 @@ def trouble(daemon: Daemon, what: str, *words: object) -> Iterator[subprocess.Po
         finally:
             process.kill()
             process.wait()
+
+
+def spin(path: str) -> None:
+    """Take a core as `flood` does, and ask the daemon for nothing."""
+    del path
+    print("begun", flush=True)
+    while True:
+        pass
 
 
 def flood(path: str) -> None:
@@ -281,8 +293,8 @@ def faulty(home: Path) -> tuple[Daemon, Path]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "flood":
-        flood(sys.argv[2])
+    if sys.argv[1] in {"flood", "spin"}:
+        {"flood": flood, "spin": spin}[sys.argv[1]](sys.argv[2])
     else:
         print("begun", flush=True)
         storm(sys.argv[2], int(sys.argv[3]))

@@ -227,6 +227,8 @@ def test_a_thousand_connections_are_idle(daemon: Daemon) -> None:
 def test_an_engine_floods(daemon: Daemon) -> None:
     """Hundreds of requests in flight, without a pause: its turns are bounded, and others have theirs."""
     with Bystander(daemon) as beside:
+        with trouble(daemon, "spin"):
+            beside.measure()
         with trouble(daemon, "flood") as flood:
             beside.notices_nothing()
             assert beside.put([1, 2, 3]) == 3

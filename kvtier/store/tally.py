@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.index.radix import Found
 from kvtier.store.cache import Cache
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 REASONS = ("absent", "evicted", "lost", "pending", "rule")
 """absent: nobody stored it; evicted: it left for want of room; lost: its bytes did not check out; pending: somebody is
 computing it; rule: it is there, but a window or state that must be with it is not."""
+
+
+AT_ONCE: Final = 8
+"""More are counted at once, in the turn of whoever asked for them: others would wait for it."""
 
 
 class Due(NamedTuple):
@@ -49,6 +53,8 @@ class Tally:
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.call_soon, self.settle)  # a turn later, when the loop has sent what it served now
         self._due.append(Due(path, found, segments, first, self._parts.now()))
+        if len(self._due) >= AT_ONCE:
+            self.settle()
 
     def settle(self) -> None:
         """Count what is due."""
