@@ -112,7 +112,7 @@ class Bystander:
 
 @contextlib.contextmanager
 def trouble(daemon: Daemon, what: str, *words: object) -> Iterator[subprocess.Popen]:
-    """A process that runs `spin`, `flood` or `storm`, below: it has begun. It has a low priority: cores are not the point."""
+    """A process that runs `spin`, `flood` or `storm`, below: it has begun. Its priority is low: cores are not the point."""
     command = [sys.executable, __file__, what, str(daemon.socket), *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
