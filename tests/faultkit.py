@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -49,7 +48,7 @@ class Bystander:
         self.client = Client(daemon.socket, instance="bystander", timeout_s=10.0, verify="always")
         self.cache = self.client.open(engineproc.SPEC)
         self.unloaded = 0.0
-        """Seconds; the median of some rounds."""
+        """Seconds."""
 
     def __enter__(self) -> Self:
         assert self.put(PAGES) == len(PAGES)
@@ -60,8 +59,8 @@ class Bystander:
         return self
 
     def measure(self) -> None:
-        """Take the p99 of now for the unloaded one."""
-        self.unloaded = statistics.median(self.p99() for _ in range(5))
+        """Take the p99 of now for the unloaded one: the worst of some rounds, as the machine does other work too."""
+        self.unloaded = max(self.p99() for _ in range(5))
 
     def __exit__(self, *_: object) -> None:
         self.lease.release()
@@ -112,7 +111,7 @@ class Bystander:
 
 @contextlib.contextmanager
 def trouble(daemon: Daemon, what: str, *words: object) -> Iterator[subprocess.Popen]:
-    """A process that runs `spin`, `flood` or `storm`, below: it has begun. Its priority is low: cores are not the point."""
+    """A process that runs `spin`, `flood` or `storm`, below, and has begun. Its priority is low: cores are no point."""
     command = [sys.executable, __file__, what, str(daemon.socket), *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
