@@ -100,7 +100,11 @@ class Loads:
         return waits
 
     async def _load(self, cache: Cache, batch: list[Missing], deadline: float) -> None:
-        """Read one batch into fresh slots and publish what verified, under leases of its own."""
+        """Read one batch into fresh slots and publish what verified, under leases of its own.
+
+        What a device had wrong comes from disk, where that has it too; by then no load finds this one to wait for.
+        """
+        wrong: list[Missing] = []
         try:
             needs = [sum(1 for m in batch if m.group == g) for g in range(cache.index.groups)]
             got = await self.space.take(cache, needs, deadline)
@@ -111,7 +115,7 @@ class Loads:
                 else:
                     self.counts["loads_no_space"] += 1
             self.space.give_back(cache, got)
-            await self._bring_all(cache, plan, deadline)
+            wrong = await self._bring_all(cache, plan)
         except Exception:
             log.exception("load failed")
         finally:
@@ -119,9 +123,15 @@ class Loads:
                 self.moving.pop((m.tier, m.handle, m.group), None)
             for node in {m.node for m in batch}:
                 self.space.unlease(cache, node)
+        again: list[Missing] = []
+        for m in wrong:
+            if m.tier == Tier.DEVICE and not m.node.dead:
+                again += self.missing(cache, m.node, [(m.group, m.page, 1)], but=m.tier)
+        if again:
+            await asyncio.wait(self.start(cache, again, deadline))
 
-    async def _bring_all(self, cache: Cache, plan: Plan, deadline: float) -> None:
-        """Fill slots tier by tier; what a device had wrong comes from disk, where that has it too."""
+    async def _bring_all(self, cache: Cache, plan: Plan) -> list[Missing]:
+        """Fill slots tier by tier; gives what did not verify."""
         parts = {tier: [(m, slot) for m, slot in plan if m.tier == tier] for tier in {m.tier for m, _ in plan}}
         wrong: list[Missing] = []
         try:
@@ -130,12 +140,7 @@ class Loads:
         finally:
             for m, slot in itertools.chain(*parts.values()):
                 cache.pool.free(m.group, [slot])
-        again: list[Missing] = []
-        for m in wrong:
-            if m.tier == Tier.DEVICE and not m.node.dead:
-                again += self.missing(cache, m.node, [(m.group, m.page, 1)], but=m.tier)
-        if again:
-            await asyncio.wait(self.start(cache, again, deadline))
+        return wrong
 
     async def _bring(self, cache: Cache, tier: int, plan: Plan) -> list[Missing]:
         """Fill slots from one tier and publish what verified; gives what did not."""

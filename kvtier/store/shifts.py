@@ -7,6 +7,7 @@ neither slot is given away before.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, NamedTuple
@@ -34,6 +35,7 @@ HEAT_OF: Final = 3
 HOT: Final = 2.0
 """Uses, its storing included, after which a page may push others out of the device."""
 
+Task = asyncio.Task[None]
 log = logging.getLogger("kvtier.shifts")
 
 
@@ -55,7 +57,7 @@ class Shifter:
         self.pages = 0
         """On their way."""
         self.moved = asyncio.Event()
-        self.tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[Task] = set()
 
     def items(
         self, cache: Cache, node: Node, ranges: Iterable[tuple[int, int, int]], lacking: Iterable[int]
@@ -73,7 +75,7 @@ class Shifter:
             ]
         return sorted(out, key=lambda m: m.page)
 
-    def start(self, cache: Cache, node: Node, pages: int, work: Coroutine[Any, Any, None]) -> None:
+    def start(self, cache: Cache, node: Node, pages: int, work: Coroutine[Any, Any, None]) -> Task:
         """Let work on a path go on by itself, under a lease of its own."""
         cache.index.lease(node)
         cache.own += 1
@@ -81,6 +83,7 @@ class Shifter:
         task = asyncio.get_running_loop().create_task(self._guarded(cache, node, pages, work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
     async def _guarded(self, cache: Cache, node: Node, pages: int, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -175,6 +178,8 @@ class Demote(Shifter):
     def __init__(self, to: Space, loads: Loads) -> None:
         super().__init__(to, loads, Tier.DEVICE)
         self._full_until = 0.0
+        self._saving: dict[Node, Task] = {}
+        """The latest save of each node that is not done."""
 
     @property
     def there(self) -> bool:
@@ -203,8 +208,23 @@ class Demote(Shifter):
         if self.there and not cache.retired and self.pages + end - first > MOST_PAGES:
             self.to.persist.offer(cache, node, first, end, notify)
         elif self.there and not cache.retired:
-            before = set(self.tasks)
-            self.start(cache, node, end - first, self._save(cache, node, first, end, notify, before))
+            work = self._save(cache, node, first, end, notify, self._before(node))
+            task = self._saving[node] = self.start(cache, node, end - first, work)
+            task.add_done_callback(functools.partial(self._saved, node))
+
+    def _before(self, node: Node) -> set[Task]:
+        """Saves that are under way on the path to `node`."""
+        found, up = set(), node
+        while up.parent is not None:
+            if up in self._saving:
+                found.add(self._saving[up])
+            up = up.parent
+        return found
+
+    def _saved(self, node: Node, task: Task) -> None:
+        """A save ended."""
+        if self._saving.get(node) is task:
+            del self._saving[node]
 
     async def progress(self, deadline: float) -> bool:
         """Wait until some page came down, or went on to disk; False at once when none does, or at the deadline."""
@@ -238,10 +258,10 @@ class Demote(Shifter):
         first: int,
         end: int,
         notify: Callable[[int], None] | None,
-        before: set[asyncio.Task[None]],
+        before: set[Task],
     ) -> None:
         down = await self._down(cache, node, first, end)
-        if first and before:
+        if before:
             await asyncio.wait(before)
         if down and not node.dead:
             self.to.persist.offer(cache, node, first, end, notify)
