@@ -1,4 +1,4 @@
-"""Pages on their way to disk, and nodes whose pages it did not take."""
+"""Pages on their way to disk, and nodes whose pages a quota kept from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Entry:
 
 
 class Failures:
-    """Nodes whose pages failed, oldest first and bounded: whatever the reason was, it lasts for a while."""
+    """Nodes whose pages failed for a reason that lasts a while, oldest first and bounded."""
 
     def __init__(self) -> None:
         self._until: dict[Node, float] = {}

@@ -69,7 +69,7 @@ class Persist:
         return self.disk is not None
 
     def declines(self, node: Node) -> bool:
-        """Whether this leaf's pages failed lately, or disk is full, and what it would give up for them is as warm.
+        """Whether this leaf's pages were over a quota just now, or disk is full, and what it would give up for them is as warm.
 
         To write such pages again and again would keep host from making room.
         """
@@ -300,7 +300,7 @@ class Persist:
             self.ending[entry.node].remove(entry)
             if not self.ending[entry.node]:
                 del self.ending[entry.node]
-            if entry.failed not in {"", GONE}:
+            if entry.failed == Code.OVER_CAP:  # which lasts; a parent that is missing may come at once
                 self._failures.note(entry.node, asyncio.get_running_loop().time() + FULL_S)
             entry.cache.release(entry.cache.index.unlease(entry.node), self.disk)
             entry.done.set_result(entry.failed)
