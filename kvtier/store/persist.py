@@ -69,7 +69,7 @@ class Persist:
         return self.disk is not None
 
     def declines(self, node: Node) -> bool:
-        """Whether this leaf's pages were over a quota just now, or disk is full, and what it would give up for them is as warm.
+        """Whether its pages were over a quota just now, or disk is full, and what that would give up is as warm.
 
         To write such pages again and again would keep host from making room.
         """
