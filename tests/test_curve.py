@@ -164,7 +164,6 @@ async def test_requests_count_once_and_time_is_bounded():
         matched = await engine.match(tokens(1, 2, 3, page_tokens=1))
         for _ in range(5):
             await engine.match(b"", matched.handle)
-        store.parts.tally.settle()
         curves = store.parts.ways.curves
         pool = next(iter(curves.pools.values()))
         await until(lambda: pool.distances.requests == 1)

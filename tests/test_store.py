@@ -545,7 +545,6 @@ async def test_polls_send_only_new_tokens_and_count_once() -> None:
         again = await engine.match(keys[4 * 8 :], first.handle)
         for _ in range(5):
             assert (await engine.match(b"", first.handle)).pages == 10
-        store.parts.tally.settle()
         assert (first.pages, again.pages, again.handle) == (4, 10, first.handle)
         assert store.parts.caches[engine.opened.cache].counts["requests"] == before + 1
 

@@ -21,7 +21,6 @@ class Hints:
 
     def hint(self, process: Process, msg: Hint) -> Ok:
         """Keep the cached part of a path, or give up its end. Raises bad_request, unknown."""
-        self.parts.tally.settle()
         path = process.instance.path(msg.handle)
         if msg.what not in {"continues", "waiting", "dead"}:
             raise bad("what", "continues, waiting or dead", msg.what)

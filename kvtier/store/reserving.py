@@ -40,7 +40,6 @@ class Reserving:
 
     def reserve(self, process: Process, msg: Reserve) -> Reserved | Awaitable[Reserved]:
         """Slots for pages of a path; waits only when room must be made."""
-        self.parts.tally.settle()
         path = process.instance.path(msg.handle)
         cache = path.cache
         total = len(path.keys) // cache.index.stride

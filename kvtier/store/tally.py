@@ -1,14 +1,13 @@
-"""Counts what requests found, once they have their answers: use of nodes, tokens by tier, why the rest was not there.
+"""Counts what requests found: use of nodes, tokens by tier, why the rest was not there.
 
-Counting takes longer than matching; the engine waits only for the latter.
+At once, not after the reply: where the engine runs on the core that the daemon answered from, it would wait for that.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING
 
 from kvtier.index.radix import Found
 from kvtier.store.cache import Cache
@@ -25,62 +24,24 @@ REASONS = ("absent", "evicted", "lost", "pending", "rule")
 computing it; rule: it is there, but a window or state that must be with it is not."""
 
 
-AT_ONCE: Final = 8
-"""More are counted at once, in the turn of whoever asked for them: others would wait for it."""
-
-
-class Due(NamedTuple):
-    """One match to be counted."""
-
-    path: Path
-    found: Found
-    segments: Sequence[Segment]
-    first: bool
-    """Of its request: one logical request counts once, however often it polls."""
-    now: float
-
-
 class Tally:
-    """Matches that were answered and are not counted yet."""
+    """Counts matches."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._due: list[Due] = []
 
     def note(self, path: Path, found: Found, segments: Sequence[Segment], *, first: bool) -> None:
-        """Count a match when its reply is sent, or when `settle` is called before that."""
-        if not self._due:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self.settle)  # a turn later, when the loop has sent what it served now
-        self._due.append(Due(path, found, segments, first, self._parts.now()))
-        if len(self._due) >= AT_ONCE:
-            self.settle()
-
-    def settle(self) -> None:
-        """Count what is due."""
-        due, self._due = self._due, []
-        for each in due:
-            cache = each.path.cache
-            if not each.path.used and each.found.pages and not cache.retired:
-                self._use(each)
-            if each.first:
-                self._parts.ways.curves.note(cache, each.path.keys)
-                persist = self._parts.persist
-                count(cache, each.path.keys, each.found, each.segments, self._parts.counts, persist.evictions)
-
-    def _use(self, due: Due) -> None:
-        """Tell the index where a request ended; of a path that was cut short meanwhile, where it ends now."""
-        path, (node, pages, _) = due.path, due.found
-        path.used = True
-        index = path.cache.radix
-        if node.dead or not node.depth < pages <= node.end:
-            node, pages = index.deepest(path.keys[: pages * index.stride])
-        if not pages:
-            return
-        node = index.ending_at(node, pages)
-        index.use(node, due.now)
-        if index.crowded(node) and not self._parts.loading:
-            index.join(node)
+        """Count a match; one logical request counts once, however often it polls (`first`: of its request)."""
+        cache, parts = path.cache, self._parts
+        if not path.used and found.pages:
+            path.used = True
+            node = cache.radix.ending_at(found.node, found.pages)
+            cache.radix.use(node, parts.now())
+            if cache.radix.crowded(node) and not parts.loading:
+                cache.radix.join(node)
+        if first:
+            parts.ways.curves.note(cache, path.keys)
+            count(cache, path.keys, found, segments, parts.counts, parts.persist.evictions)
 
 
 def reason(cache: Cache, keys: bytes, found: Found, evictions: Evictions) -> str:

@@ -113,7 +113,6 @@ class Tokens(Reserving):
 
     def acquire(self, process: Process, msg: Acquire) -> Acquired | Awaitable[Acquired]:
         """Lease a match; waits only when something must come from disk."""
-        self.parts.tally.settle()
         path = process.instance.path(msg.handle)
         deadline = self.parts.deadline(msg.wait_ms)
         if msg.device and not process.device:
