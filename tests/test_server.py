@@ -355,7 +355,7 @@ async def test_descriptors_of_a_refused_frame_are_closed(world, count):
         assert (await peer.reply()).code is Code.BAD_REQUEST
         assert await peer.frame() is None
         peer.close()
-    assert descriptors() == before
+    assert descriptors() <= before  # what earlier tests left may go meanwhile
     for fd in fds:
         os.close(fd)
 
@@ -371,7 +371,7 @@ async def test_descriptors_of_a_half_frame_are_closed(make):
     async with asyncio.timeout(5):
         assert await peer.frame() is None
     peer.close()
-    assert descriptors() == before
+    assert descriptors() <= before  # what earlier tests left may go meanwhile
     os.close(fd)
 
 
