@@ -15,7 +15,7 @@ from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, ping
 from kvtier.client.device import MappedDevice
 from kvtier.client.held import HeldLease, HeldReservation, adopted
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering, registering_kv
 from kvtier.client.slots import Checks, Verify
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path
@@ -74,10 +74,7 @@ class AsyncClient:
         self, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
     ) -> AsyncRegion:
         """See sync.Client.register_kv."""
-        who, fds = self.identity, [fd for what, fd in memory if not what.handle]
-        told = tuple(what for what, _ in memory)
-        message = wire.RegisterKv(who.instance, name, told, tuple(planes), token, who.scope)
-        region = AsyncRegion(self, name, message, fds)
+        region = AsyncRegion(self, name, *registering_kv(self.identity, name, memory, planes, token))
         await self.attempt(region.entering(), None)
         return region
 

@@ -110,6 +110,14 @@ def registering(who: Identity, name: str, offset: int, stride: int, rows: int) -
     return wire.Register(who.instance, name, offset, stride, rows, who.scope)
 
 
+def registering_kv(
+    who: Identity, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
+) -> tuple[wire.RegisterKv, list[int]]:
+    """The request that shares paged KV in device memory, and the descriptors that go along."""
+    told, fds = tuple(what for what, _ in memory), [fd for what, fd in memory if not what.handle]
+    return wire.RegisterKv(who.instance, name, told, tuple(planes), token, who.scope), fds
+
+
 class Moving:
     """One Load or Store in flight. Its rows may be touched again only when it is not `fenced` any more."""
 

@@ -16,7 +16,7 @@ from kvtier.client.device import FENCE_S, MappedDevice, Reached, fence
 from kvtier.client.held import HeldLease, HeldReservation, adopted
 from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering, registering_kv
 from kvtier.client.putting import SLOW_BYTES_S, putting
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
@@ -92,9 +92,7 @@ class Client:
         `memory`: stretches as exported, with the descriptor of each that has no handle. `token`: what the first begins
         with at each attach, which the daemon reads back. A page is `page_tokens / tokens` rows in a row.
         """
-        who, fds = self.identity, [fd for what, fd in memory if not what.handle]
-        told = tuple(what for what, _ in memory)
-        region = Region(self, name, wire.RegisterKv(who.instance, name, told, tuple(planes), token, who.scope), fds)
+        region = Region(self, name, *registering_kv(self.identity, name, memory, planes, token))
         self.attempt(region.entering(), None)
         return region
 

@@ -12,11 +12,11 @@ from kvtier.index import Node
 from kvtier.index.radix import Found
 from kvtier.store.busy import rates
 from kvtier.store.cache import Cache
+from kvtier.store.misses import reason, why_gone
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import Prompt, peek, resolve
 from kvtier.store.segments import segments
 from kvtier.store.slices import sliced
-from kvtier.store.tally import reason, why_gone
 from kvtier.types import NO_COPY, Tier
 
 MOST_SIBLINGS = 4096

@@ -21,7 +21,6 @@ from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
 from kvtier.store.restore import Restore
 from kvtier.store.space import Space
-from kvtier.store.tally import Tally
 from kvtier.store.vram import DeviceMemory, Vram
 from kvtier.store.warmth import Warmth
 from kvtier.store.ways import Ways
@@ -78,7 +77,6 @@ class Parts:
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
         self.requests = Requests()
-        self.tally = Tally(self)
         self.closing: set[asyncio.Task[None]] = set()
         """What is being let go of and takes a while."""
         self._ended = asyncio.Event()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvtier import wire
 from kvtier.index import Found, Node
+from kvtier.store import misses
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Instance, Lease, Path, Process
 from kvtier.store.loads import Missing
@@ -76,9 +77,11 @@ class Tokens(Reserving):
         """What matches now; a request counts once, however often it polls."""
         cache = path.cache
         found = cache.radix.match(path.keys, self.parts.now())
-        parts = segments(cache, found.node, found.pages, device=device)
-        if first or not path.used:
-            self.parts.tally.note(path, found, parts, first=first)
+        node = self._use(path, found)
+        parts = segments(cache, node, found.pages, device=device)
+        if first:
+            self.parts.ways.curves.note(cache, path.keys)
+            misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
         asking = self._ask(path, found)
         known = cache.radix.deepest(path.keys)[1] if cache.radix.states else 0
         if not path.prefill:
@@ -91,6 +94,18 @@ class Tokens(Reserving):
         """Whether peers are being asked for the rest of a path, which somebody here does not compute already."""
         peers = self.parts.peers
         return peers is not None and not found.pending and peers.asking(path, found.pages) is not None
+
+    def _use(self, path: Path, found: Found) -> Node:
+        """One request counts once, however often it polls; returns the node that the match ends in."""
+        if path.used or not found.pages:
+            return found.node
+        path.used = True
+        index = path.cache.radix
+        node = index.ending_at(found.node, found.pages)
+        index.use(node, self.parts.now())
+        if index.crowded(node) and not self.parts.loading:
+            index.join(node)
+        return node
 
     def forget(self, process: Process, msg: Forget) -> Ok:
         """Drop a handle."""

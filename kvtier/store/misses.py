@@ -1,13 +1,9 @@
-"""Counts what requests found: use of nodes, tokens by tier, why the rest was not there.
-
-At once, not after the reply: where the engine runs on the core that the daemon answered from, it would wait for that.
-"""
+"""Counts what requests found: tokens served by tier, and why the rest was not there."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvtier.index.radix import Found
 from kvtier.store.cache import Cache
@@ -15,33 +11,9 @@ from kvtier.store.evictions import Eviction, Evictions
 from kvtier.types import Tier
 from kvtier.wire import Segment
 
-if TYPE_CHECKING:
-    from kvtier.store.instance import Path
-    from kvtier.store.parts import Parts
-
 REASONS = ("absent", "evicted", "lost", "pending", "rule")
 """absent: nobody stored it; evicted: it left for want of room; lost: its bytes did not check out; pending: somebody is
 computing it; rule: it is there, but a window or state that must be with it is not."""
-
-
-class Tally:
-    """Counts matches."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-
-    def note(self, path: Path, found: Found, segments: Sequence[Segment], *, first: bool) -> None:
-        """Count a match; one logical request counts once, however often it polls (`first`: of its request)."""
-        cache, parts = path.cache, self._parts
-        if not path.used and found.pages:
-            path.used = True
-            node = cache.radix.ending_at(found.node, found.pages)
-            cache.radix.use(node, parts.now())
-            if cache.radix.crowded(node) and not parts.loading:
-                cache.radix.join(node)
-        if first:
-            parts.ways.curves.note(cache, path.keys)
-            count(cache, path.keys, found, segments, parts.counts, parts.persist.evictions)
 
 
 def reason(cache: Cache, keys: bytes, found: Found, evictions: Evictions) -> str:
