@@ -32,7 +32,7 @@ class Engine(vllmkit.Engine):
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
                 [PYTHON, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env=vllmkit.environment(PYTHONPATH=str(ROOT)), start_new_session=True,
+                env=vllmkit.environment(PYTHONPATH=vllmkit.paths(ROOT)), start_new_session=True,
             )  # fmt: skip
         try:
             self.tell("start", model=str(model), socket=None if socket is None else str(socket), **options)

@@ -25,7 +25,7 @@ needs_sglang = pytest.mark.skipif(
 
 def environment(**more: str) -> dict[str, str]:
     """What a process with SGLang runs with."""
-    return vllmkit.environment(PYTHONPATH=f"{SIDE}{os.pathsep}{ROOT}", **more)
+    return vllmkit.environment(PYTHONPATH=vllmkit.paths(SIDE, ROOT), **more)
 
 
 def config(socket: Path, **extra: Any) -> dict[str, Any]:

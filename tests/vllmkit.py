@@ -14,10 +14,13 @@ from typing import Any, Self
 
 import pytest
 
+from engine_side.orders import ANSWER
+
 ROOT = Path(__file__).resolve().parent.parent
 SIDE = ROOT / "tests" / "vllm_side"
 PYTHON = Path(os.environ.get("KVTIER_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
-ANSWER = "\x1eanswer "
+ORDERS = ROOT / "tests" / "engine_side"
+"""What all engines' processes have in common."""
 PAGE = 32
 START_S = 240.0
 ORDER_S = 120.0
@@ -59,7 +62,12 @@ ATTACH = {"connector": connector, "tier": tier}
 def environment(**more: str) -> dict[str, str]:
     """What a process with vLLM runs with."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
-    return kept | {"PYTHONPATH": f"{ROOT}{os.pathsep}{SIDE}", "PYTHONDONTWRITEBYTECODE": "1"} | more
+    return kept | {"PYTHONPATH": paths(ROOT, SIDE), "PYTHONDONTWRITEBYTECODE": "1"} | more
+
+
+def paths(*folders: Path) -> str:
+    """PYTHONPATH of an engine's process."""
+    return os.pathsep.join(map(str, [*folders, ORDERS]))
 
 
 def make_model(folder: Path, kind: str, seed: int = 0) -> Path:

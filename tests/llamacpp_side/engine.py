@@ -1,18 +1,14 @@
 """A llama.cpp context that does what it is told by JSON lines; runs in the venv that has llama-cpp-python.
 
-Each line is {"do": name, ...}; each answer is a line that begins with ANSWER. `start` loads the model.
+Each line is {"do": name, ...} (engine_side/orders.py). `start` loads the model.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import sys
-import traceback
 from typing import Any
 
-ANSWER = "\x1eanswer "
+from orders import serve
 
 
 class Engine:
@@ -66,20 +62,5 @@ class Engine:
         return hashlib.sha256(row.tobytes()).hexdigest()
 
 
-def main() -> None:
-    """Do what is told until the input ends."""
-    engine = Engine()
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp prints must not mix with the answers
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            answer = {"ok": getattr(engine, order.pop("do"))(**order)}
-        except Exception as exc:  # noqa: BLE001 - the test is told
-            answer = {"error": f"{type(exc).__name__}: {exc}", "trace": traceback.format_exc()}
-        out.write(ANSWER + json.dumps(answer) + "\n")
-        out.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Engine())

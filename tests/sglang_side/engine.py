@@ -1,6 +1,6 @@
 """A SGLang engine, or its storage alone, that does what it is told by JSON lines; runs in the venv that has SGLang.
 
-Each line is {"do": name, ...}; each answer is a line that begins with ANSWER. `start` builds the engine, `storage` the
+Each line is {"do": name, ...} (engine_side/orders.py). `start` builds the engine, `storage` the
 backend on a host pool of SGLang's without an engine.
 """
 
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-import traceback
 from typing import Any
 
-ANSWER = "\x1eanswer "
+from orders import serve
 
 os.environ.update(TORCH_COMPILE_DISABLE="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
@@ -221,20 +219,5 @@ def _raw(page: Any) -> bytes:
     return bytes(page.contiguous().view(torch.uint8).numpy().data)
 
 
-def main() -> None:
-    """Do what is told until the input ends."""
-    engine = Engine()
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what SGLang prints must not mix with the answers
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            answer = {"ok": getattr(engine, order.pop("do"))(**order)}
-        except Exception as exc:  # noqa: BLE001 - the test is told
-            answer = {"error": f"{type(exc).__name__}: {exc}", "trace": traceback.format_exc()}
-        out.write(ANSWER + json.dumps(answer) + "\n")
-        out.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Engine())

@@ -1,19 +1,16 @@
 """A vLLM engine that does what it is told by JSON lines; runs in the venv that has vLLM, never in the tests' own.
 
-Each line is {"do": name, ...}; each answer is a line that begins with ANSWER. `start` builds the engine.
+Each line is {"do": name, ...} (engine_side/orders.py). `start` builds the engine.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-import sys
 import time
-import traceback
 from typing import Any
 
-ANSWER = "\x1eanswer "
+from orders import serve
 
 os.environ.update(
     TORCH_COMPILE_DISABLE="1", OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1",
@@ -172,20 +169,5 @@ class _Scale:
         model.model.layers[self.layer].input_layernorm.weight.data.mul_(self.by)
 
 
-def main() -> None:
-    """Do what is told until the input ends."""
-    engine = Engine()
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints must not mix with the answers
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            answer = {"ok": getattr(engine, order.pop("do"))(**order)}
-        except Exception as exc:  # noqa: BLE001 - the test is told
-            answer = {"error": f"{type(exc).__name__}: {exc}", "trace": traceback.format_exc()}
-        out.write(ANSWER + json.dumps(answer) + "\n")
-        out.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Engine())
