@@ -27,6 +27,7 @@ CELL = 1024
 PAGE = spec((GroupSpec(Kind.FULL, 2, 2, CELL),))
 ROW = CELL // 4  # K and V of two tokens
 PAGES = 4
+KEYS = tokens(*range(PAGES))
 PLANES = tuple(
     wire.Plane(0, layer, 16384 * layer + ROW * which, 8, 2, 2, ROW, 8 * ROW, 4 * ROW, 2 * ROW)
     for layer in range(2)
@@ -62,6 +63,15 @@ class Owner:
         await self.engine.call(wire.Store(self.region, 0, rows(blocks), reservation=reserved.reservation))
         return await self.engine.call(wire.Commit(reserved.reservation, 0, len(blocks)))
 
+    async def leased(self, keys: bytes) -> int:
+        """Store blocks 0 to 3 as the pages of a path, and lease them."""
+        assert (await self.put(keys, [0, 1, 2, 3])).published == PAGES
+        return (await self.engine.call(wire.Acquire((await self.engine.match(keys)).handle))).lease
+
+    async def load(self, lease: int) -> wire.Loaded:
+        """Load them into blocks 4 to 7."""
+        return await self.engine.call(wire.Load(self.region, 0, rows([4, 5, 6, 7]), lease=lease))
+
 
 def rows(blocks: list[int]) -> bytes:
     return np.array(blocks, "<i8").tobytes()
@@ -75,15 +85,13 @@ async def test_pages_of_an_engines_blocks_come_back_in_any_legal_order():
             owner = Owner(store)
             engine = await owner.open()
             before = owner.kv.copy()
-            assert (await owner.put(tokens(*range(PAGES)), [0, 1, 2, 3])).published == PAGES
-            got = await engine.call(wire.Acquire((await engine.match(tokens(*range(PAGES)))).handle))
-            done = await engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease))
-            assert done.done == b"\1" * PAGES
+            lease = await owner.leased(KEYS)
+            assert (await owner.load(lease)).done == b"\1" * PAGES
             for layer in range(2):
                 base = 16384 * layer
                 blocks = owner.kv[base : base + 8 * 8 * ROW].reshape(8, 8 * ROW)
                 assert np.array_equal(blocks[4:], before[base : base + 4 * 8 * ROW].reshape(4, 8 * ROW))
-            await engine.call(wire.Release(got.lease))
+            await engine.call(wire.Release(lease))
             engine.leave()
 
 
@@ -93,9 +101,7 @@ async def test_a_load_that_is_stuck_is_never_answered():
     async with over(lambda: device, 8) as store:
         owner = Owner(store)
         engine = await owner.open()
-        keys = tokens(*range(PAGES))
-        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
-        got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        lease = await owner.leased(KEYS)
         await engine.still()
         waits, forever = asyncio.Event(), store.parts.forever
 
@@ -106,7 +112,7 @@ async def test_a_load_that_is_stuck_is_never_answered():
         store.parts.forever = noted
         device.stuck = True
         hasten(store)
-        loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        loading = asyncio.ensure_future(owner.load(lease))
         async with asyncio.timeout(20):
             await waits.wait()
         await until(lambda: store.parts.vram.state == "sick")
@@ -114,7 +120,7 @@ async def test_a_load_that_is_stuck_is_never_answered():
         for _ in range(20):
             await asyncio.sleep(0.001)
         assert not loading.done()
-        assert (await engine.match(keys)).pages == PAGES
+        assert (await engine.match(KEYS)).pages == PAGES
     assert isinstance(await settled(loading), KvtierError | asyncio.CancelledError)
 
 
@@ -130,8 +136,7 @@ async def test_slots_of_a_store_that_is_stuck_are_nobodys():
     async with over(lambda: device, 8) as store:
         owner = Owner(store)
         engine = await owner.open()
-        keys = tokens(*range(PAGES))
-        reserved = await engine.reserve(keys)
+        reserved = await engine.reserve(KEYS)
         device.stuck = True
         hasten(store)
         with pytest.raises(KvtierError, match="did not move"):
@@ -139,7 +144,7 @@ async def test_slots_of_a_store_that_is_stuck_are_nobodys():
         await engine.call(wire.Abort(reserved.reservation))
         (pool,) = store.parts.host.pools
         assert pool.counts()[0][SlotState.QUARANTINED] == PAGES
-        assert (await engine.match(keys)).pages == 0
+        assert (await engine.match(KEYS)).pages == 0
         assert engine.process.instance.held_bytes == 0
         for n in range(30):
             await engine.put(tokens(*range(10 * n + 50, 10 * n + 60)))
@@ -155,14 +160,12 @@ async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_the
     async with over(lambda: device, 8) as store:
         owner = Owner(store)
         engine = await owner.open()
-        keys = tokens(*range(PAGES))
-        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
-        got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        lease = await owner.leased(KEYS)
         (region,) = engine.process.instance.kv.values()
         free = region.memory[0].free
         region.memory[0].free = lambda: (freed.append(region.running), free())
         device.stuck = True  # for a while
-        loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        loading = asyncio.ensure_future(owner.load(lease))
         await until(lambda: region.running)
         engine.leave(clean=False)
         for _ in range(20):
@@ -183,9 +186,7 @@ async def test_memory_stays_mapped_while_a_load_verifies_its_pages(how: str, mon
     async with over(lambda: device, 8) as store:
         owner = Owner(store)
         engine = await owner.open()
-        keys = tokens(*range(PAGES))
-        assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES
-        got = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        lease = await owner.leased(KEYS)
         (region,) = engine.process.instance.kv.values()
         freed, free, gate, sums = [], region.memory[0].free, asyncio.Event(), store.parts.copying.checksums
         region.memory[0].free = lambda: (freed.append(region.running), free())
@@ -195,7 +196,7 @@ async def test_memory_stays_mapped_while_a_load_verifies_its_pages(how: str, mon
             return await sums(*args)
 
         monkeypatch.setattr(store.parts.copying, "checksums", held)
-        loading = asyncio.ensure_future(engine.call(wire.Load(owner.region, 0, rows([4, 5, 6, 7]), lease=got.lease)))
+        loading = asyncio.ensure_future(owner.load(lease))
         await until(lambda: region.running)
         if how == "unregistered":
             with pytest.raises(KvtierError, match="transfers run"):
