@@ -97,7 +97,7 @@ class Liar:
         sums = [xxhash.xxh3_64_intdigest(page) for page in pages]
         size = sum(page.nbytes for page in pages)
         if mode == "garbage":
-            await self._loop.sock_sendall(pipe.sock, bytes(range(256)) * 64)
+            await self._loop.sock_sendall(pipe.stream.sock, bytes(range(256)) * 64)
             return
         if mode == "close":
             raise EOFError
@@ -112,8 +112,8 @@ class Liar:
         await pipe.send(load)
         data = b"".join(page.tobytes() for page in pages)
         if mode in {"short", "hang"}:
-            await self._loop.sock_sendall(pipe.sock, data[: len(data) // 2])
+            await self._loop.sock_sendall(pipe.stream.sock, data[: len(data) // 2])
             if mode == "short":
                 raise EOFError
             await asyncio.sleep(3600)
-        await self._loop.sock_sendall(pipe.sock, data)
+        await self._loop.sock_sendall(pipe.stream.sock, data)

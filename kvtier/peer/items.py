@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import numpy as np
 import xxhash
 
 from kvtier.identity import CacheSpec
@@ -40,13 +40,12 @@ def picks_of(places: Iterable[tuple[int, int]]) -> tuple[Pick, ...]:
     groups: dict[int, list[int]] = {}
     for group, page in places:
         groups.setdefault(group, []).append(page)
-    return tuple(Pick(group, np.array(pages, "<i4").tobytes()) for group, pages in groups.items())
+    return tuple(Pick(group, struct.pack(f"<{len(pages)}i", *pages)) for group, pages in groups.items())
 
 
 def pages_of(pick: Pick) -> list[int]:
     """Page numbers of a pick."""
-    found: list[int] = np.frombuffer(pick.pages, "<i4").tolist()
-    return found
+    return list(struct.unpack(f"<{len(pick.pages) // 4}i", pick.pages))
 
 
 def items_of(spec: CacheSpec, picks: Sequence[Pick], pages: int) -> list[tuple[int, int]]:
