@@ -16,7 +16,7 @@ from kvtier.peer import frames, ring
 from kvtier.peer.base import Move, Pick, Shared, Sink, Source
 from kvtier.peer.ends import DirectSink, DirectSource, refused
 from kvtier.peer.fame import Fame
-from kvtier.peer.items import chunk_pages, items_of, page_name, picks_of
+from kvtier.peer.items import chunk_pages, items_of, page_name, span_of
 from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
@@ -190,7 +190,7 @@ class Direct:
             return ()
         if len(pages) * sum(group.item_bytes for group in groups) > AHEAD_BYTES:
             return ()
-        return picks_of((group, page) for group in range(len(groups)) for page in pages)
+        return span_of(len(groups), pages)
 
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
         """See PeerTier."""

@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.frames import Refusal
-from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
+from kvtier.peer.items import echo, items_of, nbytes_of, picks_of, sums_of
 from kvtier.peer.node import Node
 from kvtier.peer.pipe import Pipe
 from kvtier.types import Code
@@ -155,7 +153,7 @@ class DirectSink(_Held):
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         packed = tier.packing.pays(self._peer.out, self._shared.id, len(items))
-        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo, packed)
+        load = frames.Load(picks_of(items), sums_of(sums), nbytes, self._echo, packed)
         within, begin = pipe.within(nbytes), time.monotonic()
         try:
             async with asyncio.timeout(2 * within):

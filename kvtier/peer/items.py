@@ -43,6 +43,17 @@ def picks_of(places: Iterable[tuple[int, int]]) -> tuple[Pick, ...]:
     return tuple(Pick(group, struct.pack(f"<{len(pages)}i", *pages)) for group, pages in groups.items())
 
 
+def span_of(groups: int, pages: range) -> tuple[Pick, ...]:
+    """Picks of the same pages of each group."""
+    packed = struct.pack(f"<{len(pages)}i", *pages)
+    return tuple(Pick(group, packed) for group in range(groups))
+
+
+def sums_of(sums: Sequence[int]) -> bytes:
+    """Checksums as a Load has them."""
+    return struct.pack(f"<{len(sums)}Q", *sums)
+
+
 def pages_of(pick: Pick) -> list[int]:
     """Page numbers of a pick."""
     return list(struct.unpack(f"<{len(pick.pages) // 4}i", pick.pages))

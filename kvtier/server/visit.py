@@ -10,13 +10,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
-import numpy as np
 
 from kvtier.identity import base_id, cache_id
 from kvtier.index import Node
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
-from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, ranges
+from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, ranges, sums_of
 from kvtier.peer.members import keys_of
 from kvtier.peer.pipe import Pipe
 from kvtier.store.cache import Cache
@@ -292,7 +291,7 @@ class Visit:
         self, lent: Lent, picks: tuple[Pick, ...], *, packed: bool, found: frames.Found | None = None
     ) -> None:
         """Send items that are leased; with the answer to what was asked with them."""
-        load = frames.Load(picks, np.array(lent.sums, "<u8").tobytes(), lent.nbytes, lent.name, packed)
+        load = frames.Load(picks, sums_of(lent.sums), lent.nbytes, lent.name, packed)
         if found is not None:
             found.load = load
         await self._pipe.pour(self._home.pool, load, lent.places, self._pipe.within(lent.nbytes), found)
