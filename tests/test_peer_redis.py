@@ -109,7 +109,7 @@ def test_daemons_that_share_a_redis_serve_each_others_pages(tmp_path: Path) -> N
 
 
 async def test_a_purge_that_the_store_did_not_hear_of_outlives_the_daemon(tmp_path: Path) -> None:
-    """The store hangs while a cache is purged, and the daemon ends: the next one finds nothing of it, and purges once."""
+    """The store hangs while a cache is purged, the daemon ends: the next one finds nothing of it, and purges once."""
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
     shared = secrets.shared(SPEC, "uid:0", 0)
     with Redis(tmp_path) as server:
