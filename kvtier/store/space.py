@@ -240,14 +240,16 @@ class Space:
         index.settle(node)
         index.requeue(node, self.tier)
 
-    def unsaved_from(self, index: Index, node: Node, lo: int, hi: int) -> int:
-        """First page of [lo, hi) with an item that is here and in no slower tier; hi when all are saved."""
-        return self._alone_from(index, node, lo, hi, self.saved)
+    def unsaved_from(self, index: Index, node: Node, lo: int, hi: int, groups: Iterable[int] = ()) -> int:
+        """First page of [lo, hi) with an item (of these groups) here and in no slower tier; hi when all are saved."""
+        return self._alone_from(index, node, lo, hi, self.saved, groups)
 
-    def _alone_from(self, index: Index, node: Node, lo: int, hi: int, others: tuple[Tier, ...]) -> int:
+    def _alone_from(
+        self, index: Index, node: Node, lo: int, hi: int, others: tuple[Tier, ...], groups: Iterable[int] = ()
+    ) -> int:
         """First page of [lo, hi) with an item that is here and in none of the others; hi when there is none."""
         first = hi
-        for group in range(index.groups):
+        for group in groups or range(index.groups):
             here = node.handles(self.tier, group)
             if here is None:
                 continue
