@@ -94,9 +94,12 @@ def ranks_of(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
     return replicas, vllm_config.parallel_config.tensor_parallel_size // replicas
 
 
-def changed(spec: CacheSpec, instance: str) -> CacheSpec:
-    """The cache of an engine whose weights have changed since they were read: its own, as nobody knows them."""
-    return msgspec.structs.replace(spec, revision=f"{spec.revision[:256]} changed in {instance}")
+def changed(spec: CacheSpec, nonce: str) -> CacheSpec:
+    """The cache of an engine whose weights have changed since they were read: its own, as nobody knows them.
+
+    Its name is drawn anew each time: an operator may give two engines, or one engine twice, the same name.
+    """
+    return msgspec.structs.replace(spec, revision=f"{spec.revision[:256]} changed {nonce}")
 
 
 def slices_of(spec: CacheSpec, shard: int, shards: int) -> tuple[Slice, ...]:

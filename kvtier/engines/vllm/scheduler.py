@@ -7,6 +7,7 @@ for again in a later step (a lookup) or given up (a save). While the daemon is a
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -65,7 +66,8 @@ class Scheduler:
         self._heard: dict[int, int] = {}
         self._left_s = STEP_S
         self._cache: Cache | None = None
-        self._changed = False
+        self._changed = ""
+        """Once the weights have changed: what no other engine calls its cache."""
         self.counts: Counter[str] = Counter()
 
     def agree(self, formats: Sequence[Formats]) -> None:
@@ -336,8 +338,8 @@ class Scheduler:
         if self._changed:
             self._cache.reset()
         else:
-            self._changed = True
-            self._cache = self._client.open(changed(self._cache.spec, self._client.identity.instance))
+            self._changed = secrets.token_hex(16)
+            self._cache = self._client.open(changed(self._cache.spec, self._changed))
 
     def take_counts(self) -> dict[str, int]:
         """Counters since the last call."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -153,7 +154,7 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
             self._cache.reset()
         else:
             self._changed = True
-            self._cache = self._client.open(changed(self._cache.spec, self._client.identity.instance))
+            self._cache = self._client.open(changed(self._cache.spec, secrets.token_hex(16)))
         self._lookups = self._empty_lookups()
 
     def shutdown(self) -> None:

@@ -43,7 +43,7 @@ class Worker:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures = 0
-        self._changed = False
+        self._changed = ""
         self.counts: Counter[str] = Counter()
 
     def register(self, tensors: dict[str, Any]) -> None:
@@ -71,14 +71,14 @@ class Worker:
 
     def _opened(self, epoch: int) -> Cache:
         rank, world = self._open
-        spec = changed(self.spec, self._client.identity.instance) if self._changed else self.spec
+        spec = changed(self.spec, self._changed) if self._changed else self.spec
         return self._client.open(spec, rank=rank, world=world, slices=self._slices, epoch=epoch)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def load(self, plan: Plan) -> None:
         """Load what this step computes with; queue what may come between steps."""
-        if plan.changed > self._changed or plan.epoch > self._cache.epoch:
+        if plan.changed != self._changed or plan.epoch > self._cache.epoch:
             self._changed = plan.changed
             self._cache = self._opened(plan.epoch)
         for load in plan.loads:
