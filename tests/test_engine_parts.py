@@ -145,6 +145,17 @@ def test_a_key_that_is_being_written_is_asked_for_again_and_then_given_up(monkey
     assert lookups.get(b"k", "p") is False
 
 
+def test_a_look_up_that_fails_is_a_miss():
+    """Whatever the thread that asks meets with: its keys are not there, later ones are asked for as ever."""
+    asked = Asked()
+    lookups = Lookups(asked)
+    for key, error in ((b"a", OSError("disk")), (b"b", ValueError("JSON"))):
+        assert lookups.get(key, "p") is None
+        lookups.flush()
+        asked.calls.pop()[1].set_exception(error)
+        assert lookups.get(key, "p") is False
+
+
 ORDERS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "BLHNC": (1, 0, 2, 3, 4), "BHLNC": (1, 2, 0, 3, 4)}
 
 

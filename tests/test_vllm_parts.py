@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
+from kvtier import wire
 from kvtier.client import Client, page_keys
+from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
@@ -84,3 +88,53 @@ def test_after_a_change_of_weights_engines_of_one_name_share_nothing(vllm: Any, 
     assert matched(second, "a") == 0
     first.reset()
     assert matched(first, "b") == 0
+
+
+@pytest.mark.parametrize("way", ["allocated", "finished", "reset"])
+def test_a_request_that_goes_on_while_its_look_up_runs_leaves_no_lease(
+    daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    """VLLM may compute a request whose look-up is not over, end it, or reset: what is leased later is given back."""
+    put(daemon, SPEC)
+    one, found, go = engine(), threading.Event(), threading.Event()
+    find = one._find
+    leases = []
+
+    def slowly(*args: Any) -> Any:
+        assert go.wait(30)
+        leases.append(find(*args))
+        found.set()
+        return leases[-1]
+
+    monkeypatch.setattr(one, "_find", slowly)
+    request = Request("a", TOKENS)
+    one.begin(request)
+    assert one.matched(request, 0) == (None, False)
+    end = {"allocated": lambda: one.allocated(request, (list(range(20)),), 0), "finished": lambda: one.finished("a"),
+           "reset": one.reset}  # fmt: skip
+    end[way]()
+    go.set()
+    assert found.wait(30)
+    assert leases[0].pages == 10
+    until(lambda: None if held(daemon) else True)
+
+
+def held(daemon: Daemon) -> int:
+    """Leases that are held."""
+    with Admin(daemon.socket.with_name("admin.sock"), 10) as admin:
+        return sum(each["leases"] for each in admin.ask(wire.Status(), wire.Info).data["instances"])
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), ValueError("JSON"), TimeoutError()])
+def test_what_a_thread_meets_with_is_a_miss_and_ends_no_step(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    """An error of the system's or of a decoder's while looking up or reserving: computed, not saved, nothing raised."""
+    one = engine()
+    for verb in ("_find", "_reserve"):
+        monkeypatch.setattr(one, verb, Mock(side_effect=error))
+    request = Request("a", TOKENS)
+    one.begin(request)
+    assert until(lambda: one.matched(request, 0)[0]) == 0
+    one.allocated(request, ([],), 0)
+    until(lambda: None if one.plan(step(a=40)).saves or one._asked["a"].saves else True)

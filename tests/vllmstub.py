@@ -16,6 +16,10 @@ NAMES: dict[str, dict[str, Any]] = {
         name: type(name, (), {})
         for name in ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
     },
+    "vllm.platforms": {"current_platform": None},
+    "vllm.v1.kv_offload.base": dict.fromkeys(("LookupResult", "RequestOffloadingContext"), SimpleNamespace)
+    | {"Medium": SimpleNamespace(STORAGE=None)},
+    "vllm.v1.kv_offload.tiering.base": {"JobResult": SimpleNamespace, "SecondaryTierManager": object},
     "vllm.v1.core.kv_cache_utils": {"generate_block_hash_extra_keys": lambda *_: ((), 0)},
 }
 
