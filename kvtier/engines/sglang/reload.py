@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Final
 
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from kvtier.types import bad
@@ -21,28 +22,34 @@ _changes = [0]
 
 
 def count() -> int:
-    """How often weights may have changed: each change counts when it begins and when it ends."""
+    """How often weights may have changed, or KV of before was dropped since: each counts when it begins and ends."""
     return _changes[0]
 
 
 def watch() -> None:
-    """Count changes from now on; raises bad_request where this release of SGLang changes weights in other ways."""
-    for name in CHANGING:
-        method = getattr(WeightUpdater, name, None)
+    """Count from now on; raises bad_request where this release of SGLang changes weights in other ways.
+
+    A flush counts too, once weights have changed: SGLang keeps KV of the old ones until then, and stores it.
+    """
+    for kind, name in [*((WeightUpdater, each) for each in CHANGING), (HiCacheController, "reset")]:
+        method = getattr(kind, name, None)
         if method is None:
-            raise bad("sglang", f"a release with WeightUpdater.{name}: else changed weights would go unseen")
+            raise bad("sglang", f"a release with {kind.__name__}.{name}: else changed weights would go unseen")
         if not hasattr(method, "kvtier"):
-            setattr(WeightUpdater, name, _counted(method))
+            setattr(kind, name, _counted(method, kind is WeightUpdater))
 
 
-def _counted(method: Any) -> Any:
+def _counted(method: Any, changes: bool) -> Any:
+    """The method, with its calls counted; those that do not change weights only after one that did."""
+
     @functools.wraps(method)
     def counted(*args: Any, **options: Any) -> Any:
-        _changes[0] += 1
+        step = int(changes or _changes[0] > 0)
+        _changes[0] += step
         try:
             return method(*args, **options)
         finally:
-            _changes[0] += 1
+            _changes[0] += step
 
     counted.kvtier = True  # type: ignore[attr-defined]
     return counted
