@@ -57,6 +57,8 @@ class Worker:
         self.spec = spec_of(vllm_config, kv_cache_config, backends, str(kv_cache_config.kv_cache_layout))
         self._slices = slices_of(self.spec, rank // self._replicas, shards)
         self._open = (rank, vllm_config.parallel_config.tensor_parallel_size)
+        self._moves_before_fence = bool(getattr(vllm_config, "use_v2_model_runner", False))
+        """vLLM's second model runner zeroes and copies blocks before it says that a step begins."""
         self._planes = [
             Plane([tensors[name] for name in group.layer_names], kv_cache_config.num_blocks, spec, part)
             for group, spec, part in zip(
@@ -93,7 +95,8 @@ class Worker:
         """Have this step's pages copied out and committed.
 
         Nothing that was planned before the scheduler knew of a failed load: such a step has computed with KV that is
-        not there. No step waits for the copies, but one in which a block that they read is given to something else.
+        not there. No step waits for the copies, but one in which a block that they read is given to something else,
+        and each where vLLM would write into such a block before it says so.
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
         for share in plan.drops:
@@ -113,6 +116,8 @@ class Worker:
             else:
                 self._copies = [copy for copy in self._copies if not copy.done()]
                 self._copies.append(self._copier.submit(self._copy, save, held))
+        if self._moves_before_fence:
+            self.fence()
 
     def between(self) -> None:
         """Go on with loads that no step waits for, for a few milliseconds."""
