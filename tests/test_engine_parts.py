@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +14,7 @@ from kvtier.engines.vllm.lookups import Lookups
 from kvtier.engines.weights import weights_digest
 from kvtier.identity import GroupSpec, Slice
 from kvtier.types import Kind, KvtierError, Presence
+from weightkit import safetensors
 
 torch = pytest.importorskip("torch")
 
@@ -24,18 +23,6 @@ from kvtier.engines.vllm.planes import Plane
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 6, 3, 4, 8, 16
 """Of the KV that the planes' tests lay out: float32 content."""
 SPEC = GroupSpec(Kind.FULL, LAYERS, HEADS, TOKENS * CONTENT * 4)
-
-
-def safetensors(path: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """A file of weights."""
-    head, at = {}, 0
-    for name, values in tensors.items():
-        head[name] = {"dtype": "F32", "shape": values.shape, "data_offsets": [at, at + values.nbytes]}
-        at += values.nbytes
-    raw = json.dumps(head).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(struct.pack("<Q", len(raw)) + raw + b"".join(values.tobytes() for values in tensors.values()))
-    return path
 
 
 def weights(seed: int = 0, **more: np.ndarray) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,17 @@ NAMES: dict[str, dict[str, Any]] = {
     "vllm.v1.kv_offload.base": dict.fromkeys(("LookupResult", "RequestOffloadingContext"), SimpleNamespace)
     | {"Medium": SimpleNamespace(STORAGE=None)},
     "vllm.v1.kv_offload.tiering.base": {"JobResult": SimpleNamespace, "SecondaryTierManager": object},
-    "vllm.v1.core.kv_cache_utils": {"generate_block_hash_extra_keys": lambda *_: ((), 0)},
+    "vllm.v1.core.kv_cache_utils": {
+        "generate_block_hash_extra_keys": lambda request, *_: (
+            (request.lora_request.lora_name,) if request.lora_request else (),
+            0,
+        )
+    },
 }
 
 
 @contextmanager
-def adapters(*names: str) -> Iterator[list[Any]]:
+def adapters(*names: str) -> Iterator[SimpleNamespace]:
     """Modules of kvtier.engines.vllm, imported beside these names and forgotten afterwards."""
     before = dict(sys.modules)
     for path, members in NAMES.items():
@@ -34,7 +40,7 @@ def adapters(*names: str) -> Iterator[list[Any]]:
             sys.modules.setdefault(".".join(parts[:depth]), ModuleType(parts[depth - 1]))
         vars(sys.modules[path]).update(members)
     try:
-        yield [importlib.import_module(f"kvtier.engines.vllm.{name}") for name in names]
+        yield SimpleNamespace(**{name: importlib.import_module(f"kvtier.engines.vllm.{name}") for name in names})
     finally:
         for name in set(sys.modules) - set(before):
             if name.split(".")[0] == "vllm" or name.startswith("kvtier.engines.vllm."):
@@ -69,3 +75,31 @@ def step(**scheduled: int) -> SimpleNamespace:
         scheduled_spec_decode_tokens={},
         kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (list(range(1, 65)),)),
     )  # fmt: skip
+
+
+def config(folder: Path, **more: Any) -> SimpleNamespace:
+    """What a vLLM engine is configured with, as far as the adapters look at it."""
+    return SimpleNamespace(
+        model_config=model(folder), load_config=SimpleNamespace(load_format="auto"), kv_transfer_config=None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+        cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
+        compilation_config=SimpleNamespace(static_forward_context={}), **more,
+    )  # fmt: skip
+
+
+def model(folder: Path, **media: Any) -> SimpleNamespace:
+    """The model of such a configuration; it takes images where `media` says what is done with them."""
+    settings = {"language_model_only": False, "mm_processor_cache_gb": 4, **media} if media else None
+    return SimpleNamespace(
+        model=str(folder), revision=None, quantization=None, dtype="float32", max_model_len=64, seed=0,
+        hf_config=SimpleNamespace(to_dict=dict, to_json_string=lambda: "{}"),
+        multimodal_config=settings and SimpleNamespace(**settings),
+    )  # fmt: skip
+
+
+def paged(heads: int, cell_bytes: int, blocks: int, page_tokens: int) -> SimpleNamespace:
+    """One layer of full attention in so many blocks."""
+    spec = type("FullAttentionSpec", (), {})()
+    vars(spec).update(block_size=page_tokens, num_states=1, num_heads=heads, state_content_size_bytes=cell_bytes)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
+    return SimpleNamespace(kv_cache_groups=[group], kv_tp_replicas=1, num_blocks=blocks, kv_cache_layout="LBHNC")

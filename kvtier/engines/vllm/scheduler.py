@@ -141,7 +141,10 @@ class Scheduler:
             return path.acquire(limit, wait_ms=LOAD_MS) if limit else Lease(path.cache, None)
 
     def _extend(self, asked: Asked, pages: int) -> None:
-        """Match a path of at least so many pages."""
+        """Match a path of at least so many pages; none of a request whose KV depends on what nobody here knows."""
+        if not self._keys.know(asked.request):
+            asked.loads = asked.saves = False
+            return
         keys = self._keys.of(asked.request, asked.keyed, pages) if pages > asked.keyed else b""
         asked.keyed = max(asked.keyed, pages)
         asked.path.extend(keys)
@@ -253,7 +256,7 @@ class Scheduler:
             path = asked.path
             first = max(path.pages, min(asked.saved, path.pages + path.pending))
             asked.saved = max(first, end)
-            if first >= end:
+            if first >= end or not asked.saves:
                 return Reservation(path.cache, first, None)
             asked.wants = [
                 (group, [page for page in range(first, end) if row[page] != NULL_BLOCK])
