@@ -18,18 +18,24 @@ CHANGING: Final = (
 )
 """Methods of SGLang's that write weights which requests are then computed with."""
 
-_changes = [0]
+
+class _Seen:
+    """What has happened in this process."""
+
+    count = 0
+    stale = False
+    """SGLang may have KV of older weights than now: they have changed and it has not flushed since."""
 
 
 def count() -> int:
-    """How often weights may have changed, or KV of before was dropped since: each counts when it begins and ends."""
-    return _changes[0]
+    """How often weights may have changed, or KV of older ones was dropped: each counts when it begins and ends."""
+    return _Seen.count
 
 
 def watch() -> None:
     """Count from now on; raises bad_request where this release of SGLang changes weights in other ways.
 
-    A flush counts too, once weights have changed: SGLang keeps KV of the old ones until then, and stores it.
+    The first flush after a change counts too: SGLang keeps KV of the old weights until then, and stores it.
     """
     for kind, name in [*((WeightUpdater, each) for each in CHANGING), (HiCacheController, "reset")]:
         method = getattr(kind, name, None)
@@ -40,16 +46,19 @@ def watch() -> None:
 
 
 def _counted(method: Any, changes: bool) -> Any:
-    """The method, with its calls counted; those that do not change weights only after one that did."""
+    """The method, with its calls counted; those that flush only where there may be something to drop."""
 
     @functools.wraps(method)
     def counted(*args: Any, **options: Any) -> Any:
-        step = int(changes or _changes[0] > 0)
-        _changes[0] += step
+        step = int(changes or _Seen.stale)
+        _Seen.count += step
+        _Seen.stale |= changes
         try:
-            return method(*args, **options)
+            result = method(*args, **options)
         finally:
-            _changes[0] += step
+            _Seen.count += step
+        _Seen.stale = changes
+        return result
 
     counted.kvtier = True  # type: ignore[attr-defined]
     return counted
