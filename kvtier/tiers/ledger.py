@@ -309,7 +309,8 @@ class Ledger:
 
         With a cache given: None, too, where it is of another one, or below another parent, or begins with another page.
         """
-        self.next_run = max(self.next_run, run_number(key) + 1)
+        if (number := run_number(key)) >= self.next_run:
+            self.next_run = number + 1
         found = decode_run(key, value, self._layouts)
         if found is None:
             return None
