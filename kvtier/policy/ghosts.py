@@ -37,11 +37,11 @@ class Ghosts(Generic[M]):
 
     def resize(self, pages: int) -> None:
         """Follow the size of the tier."""
-        while pages > MOST * self.scale:
+        while pages > MOST * (self._mask + 1):
             self._mask = 2 * self._mask + 1
             for name in [name for name in self._names if name & self._mask]:
                 del self._names[name]
-        self.bound = int(pages * self.share) // self.scale
+        self.bound = int(pages * self.share) // (self._mask + 1)
         while len(self._names) > self.bound:
             self._names.popitem(last=False)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from kvtier.policy.ages import EARLY, FADE, FAITH, STEPS
 from kvtier.policy.ghosts import Ghosts
-from kvtier.policy.uses import Counting
+from kvtier.policy.uses import Counting, Uses
 
 SIZES: Final = (2, 4, 16, 64)
 """Nodes of fewer pages than the first, the second, ... are of different kinds."""
@@ -109,7 +109,7 @@ class ByKind(Counting):
             self.waited(wait, self._ghosts.scale, used=True)
             self.regret(wait, self._ghosts.scale)
         if new:
-            uses = self.uses(node)
+            uses: Uses = node.notes[self.tier]
             if known and 2 * len(known) * self._ghosts.scale >= hi - lo:
                 uses.count += max(wait.often for wait in known)
             uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 1)
