@@ -9,4 +9,3 @@ class Foresight(Foreseeing):
     """How the chance to be used falls with age is learnt too, and with it when waiting does not pay any more."""
 
     powers = (0.5,)
-    rules = 2

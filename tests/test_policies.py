@@ -182,6 +182,35 @@ def test_the_store_serves_by_it(policy, trace, spare):
         assert hits == lru_hits(trace, pages)
 
 
+def test_policies_choose_among_the_first_leaves():
+    """Whatever was used, leased or evicted since the last choice: each head is the first free leaf of its lane."""
+    forest = Forest("heat", 30)
+    policy, pick = forest.order.policy, forest.order.policy.pick
+
+    def checked(heads: list, now: float) -> int:
+        first: dict[int, float] = {}
+        for node in forest.index.walk():
+            if node.tier_leaf(Tier.HOST) and not node.refs:
+                lane = policy.lane(node)
+                first[lane] = min(first.get(lane, node.time), node.time)
+        assert {lane: head.time for lane, head in enumerate(heads) if head is not None} == first
+        return pick(heads, now)
+
+    policy.pick = checked
+    draw = random.Random(5)
+    held: list = []
+    for _ in range(1500):
+        keys = tokens(*(draw.randrange(4) for _ in range(draw.randrange(1, 5))), page_tokens=1)
+        forest.request(keys)
+        other = tokens(*(draw.randrange(4) for _ in range(4)), page_tokens=1)
+        node, pages = forest.index.deepest(other)
+        if pages and draw.random() < 0.1:
+            held.append(forest.index.ending_at(node, pages))
+            forest.index.lease(held[-1])
+        if len(held) > 2:
+            forest.index.unlease(held.pop(0))
+
+
 def _ghosts(policy: object) -> list[Ghosts]:
     """Every memory of evicted pages that a policy has."""
     found = []

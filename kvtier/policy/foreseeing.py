@@ -17,10 +17,10 @@ class Foreseeing(Voting):
     """Rule 0 takes what is worth least for its room, the others what heat would take with each of the powers."""
 
     def __init__(self, tier: int) -> None:
-        super().__init__(tier)
-        self._ghosts: Ghosts[Gone] = Ghosts(REMEMBERED)
         self._ages = Ages(self.lanes)
         self._worth = self._ages.worth()
+        super().__init__(tier)
+        self._ghosts: Ghosts[Gone] = Ghosts(REMEMBERED)
 
     def study(self, waits: Waits) -> None:
         """Ages are learnt from the same."""

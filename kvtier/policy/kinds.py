@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import compress
 from math import inf
+from operator import ne
 from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ SIZES: Final = (2, 4, 16, 64)
 """Nodes of fewer pages than the first, the second, ... are of different kinds."""
 KINDS: Final = 14
 _TAIL: Final = 0
+_LANES: Final = range(KINDS)
 HEARD: Final = 5 * 1024
 """Numbers of waits that are learnt from at once, at most."""
 FINE: Final = 64
@@ -229,9 +232,8 @@ class ByKind(Counting):
     def _look(self, marks: list[float]) -> None:
         """See what the heads that are new are worth."""
         size = max(self.size, 64)
-        for lane, (mark, seen) in enumerate(zip(marks, self._marks, strict=True)):
-            if mark == seen:
-                continue
+        for lane in compress(_LANES, map(ne, marks, self._marks)):
+            mark = marks[lane]
             values = self.values(lane, max(0.0, (self._looked - mark) / size))
             for rule, value in zip(self._values, values, strict=True):
                 rule[lane] = value if mark < inf else inf

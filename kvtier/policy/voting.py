@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from itertools import permutations
+from typing import Any, Final
 
 from kvtier.policy.kinds import ByKind
 
 FAITH: Final = 0.2
-"""Turnovers of evidence with which each counts as good as all together."""
+"""Turnovers of evidence with which the victims of each count as good as all together."""
 FADE: Final = 0.98
 """Of the evidence, with every eighth of a turnover."""
 
 
 class Voting(ByKind):
-    """The rules are those that `values` has an answer of; the first acts while there is nothing to tell them apart."""
+    """The rules are those that `values` has an answer of; the first acts while there is nothing to tell them apart.
 
-    rules: ClassVar[int]
+    Where rules agree there is nothing to choose, so that two are compared by the victims that one of them wanted alone.
+    """
 
     def __init__(self, tier: int) -> None:
         super().__init__(tier)
+        self.rules = len(self.values(0, 0.0))
         self._regrets = [0.0] * (1 << self.rules)
         """Pages by who voted for them: a bit for every rule."""
         self._voted = [0.0] * (1 << self.rules)
@@ -39,20 +42,25 @@ class Voting(ByKind):
         """Whoever wanted these pages to go was wrong."""
         self._regrets[votes] += pages
 
-    def _by_rule(self, pages: list[float]) -> list[float]:
-        """Pages that each rule voted for."""
-        return [sum(n for votes, n in enumerate(pages) if votes >> rule & 1) for rule in range(self.rules)]
-
     def learn(self) -> None:
         """Choose who acts."""
         super().learn()
-        regretted, voted = self._by_rule(self._regrets), self._by_rule(self._voted)
-        usual = sum(regretted) / max(1.0, sum(voted))
-        faith = FAITH * self.size + 1.0
-        shares = [(bad + usual * faith) / (every + faith) for bad, every in zip(regretted, voted, strict=True)]
-        self._acting = min(range(self.rules), key=lambda number: (shares[number], number))
+        self._acting = self._best()
         self._regrets = [each * FADE for each in self._regrets]
         self._voted = [each * FADE for each in self._voted]
+
+    def _best(self) -> int:
+        """The rule whose own victims were regretted least, compared with those of every other rule."""
+        usual = sum(self._regrets) / max(1.0, sum(self._voted))
+        faith = FAITH * self.size + 1.0
+        lead = [0.0] * self.rules
+        for one, other in permutations(range(self.rules), 2):
+            alone = [votes for votes in range(1 << self.rules) if votes >> one & 1 > votes >> other & 1]
+            regretted, voted = (sum(map(pages.__getitem__, alone)) for pages in (self._regrets, self._voted))
+            share = (regretted + usual * faith) / (voted + faith)
+            lead[one] += share
+            lead[other] -= share
+        return lead.index(min(lead))
 
     def pick(self, heads: Sequence[Any | None], now: float) -> int:
         """What the acting rule says."""
