@@ -10,7 +10,7 @@ from kvtier.policy.kinds import ByKind
 
 FAITH: Final = 0.2
 """Turnovers of evidence with which the victims of each count as good as all together."""
-FADE: Final = 0.98
+FADE: Final = 0.995
 """Of the evidence, with every eighth of a turnover."""
 
 
