@@ -41,8 +41,8 @@ class Wait(NamedTuple):
     """1: the last of its pages is the one that the first request for them ended in."""
 
 
-Gone = tuple[Wait, int, int]
-"""A page that was evicted: its node, its kind, and what `votes` said then."""
+Gone = tuple[Wait, int, int, float]
+"""A page that was evicted: its node, its kind, what `votes` said then and where the clock stood."""
 
 
 class ByKind(Counting):
@@ -94,8 +94,8 @@ class ByKind(Counting):
         """Noted with each page that is evicted: who chose it."""
         return 0
 
-    def regret(self, votes: int, pages: int) -> None:
-        """Pages were evicted too early."""
+    def regret(self, votes: int, pages: int, after: float) -> None:
+        """Pages were evicted too early, and asked for so many turnovers after that."""
 
     def _hear(self, wait: Wait, kind: int, pages: int, used: bool) -> None:
         """Pages waited, and were used or given up."""
@@ -132,13 +132,13 @@ class ByKind(Counting):
         self.clock += copies
         self._ghosts.resize(self.size)
         known = self._ghosts.take(index, node, lo, hi)
-        for wait, kind, votes in known:
+        for wait, kind, votes, gone in known:
             self._hear(wait, kind, self._ghosts.scale, True)
-            self.regret(votes, self._ghosts.scale)
+            self.regret(votes, self._ghosts.scale, self.age(gone))
         if new:
             uses = self.uses(node)
             if known and 2 * len(known) * self._ghosts.scale >= hi - lo:
-                uses.count += max(wait.often for wait, _, _ in known)
+                uses.count += max(wait.often for wait, *_ in known)
             uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 1)
         if self.clock >= self._next:
             self._next = self.clock + max(64, self.size / STEPS)
@@ -156,10 +156,10 @@ class ByKind(Counting):
         votes, last = self.votes(), hi - wait.tail
         forgotten = []
         if wait.tail:
-            forgotten = self._ghosts.add(index, node, last, hi, (wait, _TAIL, votes))
+            forgotten = self._ghosts.add(index, node, last, hi, (wait, _TAIL, votes, self.clock))
             uses.extra = wait._replace(tail=0)
         if lo < last:
-            forgotten += self._ghosts.add(index, node, lo, last, (wait, wait.kind, votes))
+            forgotten += self._ghosts.add(index, node, lo, last, (wait, wait.kind, votes, self.clock))
         self._forget(forgotten)
 
     def _forget(self, gone: list[Gone]) -> None:

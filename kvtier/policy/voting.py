@@ -10,7 +10,9 @@ from kvtier.policy.kinds import ByKind
 
 FAITH: Final = 0.2
 """Turnovers of evidence with which the victims of each count as good as all together."""
-FADE: Final = 0.995
+SOON: Final = 0.25
+"""Turnovers within which what was evicted is asked for soon."""
+FADE: Final = 0.98
 """Of the evidence, with every eighth of a turnover."""
 
 
@@ -38,9 +40,9 @@ class Voting(ByKind):
         super().lose(index, node, lo, hi, copies)
         self._voted[self._votes] += copies
 
-    def regret(self, votes: int, pages: int) -> None:
-        """Whoever wanted these pages to go was wrong."""
-        self._regrets[votes] += pages
+    def regret(self, votes: int, pages: int, after: float) -> None:
+        """Whoever wanted these pages to go was wrong, the less so the longer they would have had to be kept."""
+        self._regrets[votes] += pages / (SOON + after)
 
     def learn(self) -> None:
         """Choose who acts."""
