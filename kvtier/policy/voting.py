@@ -10,7 +10,7 @@ from kvtier.policy.kinds import ByKind
 
 FAITH: Final = 0.2
 """Turnovers of evidence with which the victims of each count as good as all together."""
-SOON: Final = 0.25
+SOON: Final = 1.0
 """Turnovers within which what was evicted is asked for soon."""
 FADE: Final = 0.98
 """Of the evidence, with every eighth of a turnover."""
