@@ -367,3 +367,16 @@ def test_the_default_is_never_far_below_lru(name):
         assert heat >= lru - 0.5, percent
         if name == "mooncake_conversation" and percent <= 5:
             assert heat > lru, percent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "percent"), [("mooncake_conversation", 5), ("mooncake_synthetic", 5), ("kvct_claudecode", 1)]
+)
+def test_adaptive_is_never_far_below_the_best_of_the_others(name, percent):
+    """On second halves, what was learnt before included, it hits at most a point less than any policy that ships."""
+    requests = read([published(name)], Mix())
+    pages, first = [requests.blocks * percent // 100], len(requests.leaf) // 2
+    hits = {each.name: 100 * asyncio.run(replay(requests, each.name, pages, first)).ratio for each in every()}
+    assert hits["adaptive"] >= max(hits.values()) - 1.0, hits
