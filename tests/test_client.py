@@ -678,6 +678,26 @@ def test_what_a_lost_connection_held_returns_once_it_is_unmapped(daemon):
         until(lambda: client.ping() and status(daemon)["instances"][0]["held_bytes"] == 0)
 
 
+def test_an_interrupt_while_acquiring_leaves_nothing_held(daemon):
+    """Ctrl-C amid an acquire, as in a notebook: the lease that nobody gets returns, and the client goes on."""
+    with Client(daemon.socket, instance="engine", timeout_s=DEADLINE) as client:
+        cache = client.open(SPEC)
+        put(cache, 2)
+        path = cache.match(keys(2))
+        with stopped(daemon.pid):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    path.acquire()
+            finally:
+                signal.signal(signal.SIGALRM, old)
+        until(lambda: cache.match(keys(2)).pages == 2)
+        until(lambda: client.ping() and status(daemon)["instances"][0]["held_bytes"] == 0)
+        with path.acquire() as lease:
+            assert right(lease, 2)
+
+
 def test_memory_whose_address_is_in_use_is_not_given_away_when_it_is_lost(daemon):
     """A device may work by an address on: the slots return when all that gave one are given back, and not before."""
     with Client(daemon.socket, instance="engine", timeout_s=1.0) as client:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvtier.client import Client
+from kvtier.client.sync import Reservation
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Code, Kind, KvtierError, Tier
@@ -170,17 +171,19 @@ def test_after_a_restart_the_device_is_mapped_again(tmp_path: Path):
         assert daemon.broken_invariants() == []
 
 
+class Gate:
+    """An event of a stream that is reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        assert timeout_s is not None
+        return self.open
+
+
 def test_slots_are_given_back_only_after_the_engines_stream(daemon: Daemon):
     """A lease that is released after an event is released once the event is reached, and stays where it is not."""
-
-    class Gate:
-        def __init__(self) -> None:
-            self.open = False
-
-        def synchronize(self, timeout_s: float | None = None) -> bool:
-            assert timeout_s is not None
-            return self.open
-
     gate = Gate()
     with engine(daemon, "gpu") as mine:
         assert mine.map_device()
@@ -193,3 +196,18 @@ def test_slots_are_given_back_only_after_the_engines_stream(daemon: Daemon):
         gate.open = True
         lease.release(after=gate)
         assert lease.view(0, 0) is None
+
+
+def test_a_with_that_ends_while_the_stream_still_writes_gives_no_slots_back(daemon: Daemon, monkeypatch):
+    """A commit whose event is not reached in time raises, and so does the abort of the `with` that ends by it."""
+    monkeypatch.setattr(Reservation.abort, "__defaults__", (None, 0.01))
+    gate = Gate()
+    with engine(daemon, "gpu") as mine:
+        assert mine.map_device()
+        path = mine.open(SPEC).match(keys())
+        with pytest.raises(KvtierError, match="stay held"), path.reserve(0, PAGES, wait_ms=2000, device=True) as held:
+            held.commit(after=gate, timeout_s=0.01)
+        assert held.view(0, 0) is not None, "it was given back while the stream writes"
+        gate.open = True
+        held.abort()
+        assert held.view(0, 0) is None

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvtier import wire
 from kvtier.client.arenas import runs
 from kvtier.client.caches import OpenCache
+from kvtier.client.device import Reached, fence
 from kvtier.client.layout import SPAN_BYTES, Bytes, Item
 from kvtier.client.link import Away, Joined, Post, Steps
 from kvtier.types import KvtierError, bad
@@ -84,6 +85,7 @@ class Slots:
         self._items = tuple(items)
         self._tables = tables(items, cache.groups) if items else {}
         self._ended = False
+        self._busy: Reached | None = None
 
     @property
     def run(self) -> bytes:
@@ -94,6 +96,15 @@ class Slots:
     def lost(self) -> bool:
         """Whether the connection that gave this is gone, with all its slots."""
         return self._joined is not None and not self._joined.alive
+
+    def _fence(self, after: Reached | None, timeout_s: float) -> None:
+        """Wait until a device is done with the slots; also, later, with what an earlier call did not see reached.
+
+        Raises KvtierError(io) where it is not: a `with` that ends by it does not give the slots back either.
+        """
+        self._busy = after or self._busy
+        fence(self._busy, timeout_s)
+        self._busy = None
 
     def on(self, joined: Joined) -> None:
         """Raise Away unless this was given on that connection."""

@@ -238,7 +238,12 @@ class SyncLink:
 
     def wait(self, ticket: Ticket[R], deadline: float, *, patient: bool = False) -> R | None:
         """The reply. When time is up: None if patient, else the connection is dropped and Away raised."""
-        if not self._await(ticket, deadline):
+        try:
+            ended = self._await(ticket, deadline)
+        except BaseException:  # an interrupt: nobody would give back what the reply grants
+            self.lose(ticket.joined, "interrupted while waiting for the daemon")
+            raise
+        if not ended:
             if patient:
                 return None
             self.lose(ticket.joined, "the daemon did not answer in time")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, Tier, bad
 from kvtier.wire import Abort, Commit, Committed, Ok
-
-Given = dict[tuple[int, int], int]
-"""Checksums by (group, position)."""
 
 
 class Commits:
@@ -46,43 +43,47 @@ class Commits:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", (msg.first, msg.pages))
         if res.filling and any(res.filling[at] for at in range(first, first + msg.pages)):
             raise KvtierError(Code.BUSY, "a Store still writes into these pages: commit them after its reply", "first")
-        sums = _given(process, res, msg, first)
-        return self.complete(res, res.mark(process, first, msg.pages), sums)
+        given = _given(process, res, msg)
+        positions = res.mark(process, first, msg.pages)
+        for group, sums in given:
+            res.know(positions, group, first, sums)
+        return self.complete(res, positions)
 
-    def complete(self, res: Reservation, positions: list[int], sums: Given) -> Committed | Awaitable[Committed]:
-        """Take the checksums of complete positions that are not given, and serve what can be served."""
-        items = [item for item in res.items(positions) if item[:2] not in sums]
+    def complete(self, res: Reservation, positions: Sequence[int]) -> Committed | Awaitable[Committed]:
+        """Take the checksums of complete positions that are not known, and serve what can be served."""
+        items = res.unsummed(positions)
         size = sum(res.cache.item_bytes[g] for g, _, _ in items)
         if size > INLINE_BYTES or (size and res.tier != Tier.HOST):
             res.hashing += 1
-            return _result(asyncio.ensure_future(self._sum_and_serve(res, positions, items, sums)))
-        sums.update({(g, at): digest(res.cache.views(g, handle)) for g, at, handle in items})
-        return self._serve(res, positions, sums)
+            return _result(asyncio.ensure_future(self._sum_and_serve(res, positions, items)))
+        for group, at, handle in items:
+            res.sums[group][at] = digest(res.cache.views(group, handle))
+        return self._serve(res, positions, good=True)
 
     async def _sum_and_serve(
-        self, res: Reservation, positions: list[int], items: list[tuple[int, int, int]], given: Given
+        self, res: Reservation, positions: Sequence[int], items: list[tuple[int, int, int]]
     ) -> Committed:
         """The same in worker threads, whatever becomes of the request: the pages are complete and are served."""
-        found = None
+        good = False
         try:
-            found = await self._sums(res, items)
+            await self._sum(res, items)
+            good = True
         finally:
             res.hashing -= 1
-            reply = self._serve(res, positions, None if found is None else given | found)
+            reply = self._serve(res, positions, good=good)
         return reply
 
-    async def _sums(self, res: Reservation, items: list[tuple[int, int, int]]) -> Given:
-        """Checksums of items."""
-        sums: Given = {}
+    async def _sum(self, res: Reservation, items: list[tuple[int, int, int]]) -> None:
+        """Take checksums of items."""
         for group in {g for g, _, _ in items}:
-            mine = [(group, at) for g, at, _ in items if g == group]
+            mine = [at for g, at, _ in items if g == group]
             handles = array("q", [h for g, _, h in items if g == group])
             if res.tier == Tier.HOST:
                 found = await self._group_sums(res.cache, group, handles)
             else:
                 found = await self.parts.copying.checksums(res.cache, group, handles, res.tier, Urgency.ENGINE)
-            sums.update(zip(mine, found, strict=True))
-        return sums
+            for at, value in zip(mine, found, strict=True):
+                res.sums[group][at] = value
 
     async def _group_sums(self, cache: Cache, group: int, handles: array[int]) -> list[int]:
         """Checksums of items of one group."""
@@ -92,10 +93,10 @@ class Commits:
         blocks = cache.pool.blocks(group, handles, BATCH_BYTES)
         return await mover.row_checksums(blocks, cache.shape.slot_bytes[group], size)
 
-    def _serve(self, res: Reservation, positions: list[int], sums: Given | None) -> Committed:
+    def _serve(self, res: Reservation, positions: Sequence[int], *, good: bool) -> Committed:
         """Publish what is complete, here and in reservations that waited for it."""
         before = res.next
-        res.summed(positions, sums)
+        res.summed(positions, good=good)
         self._publish(res, positions)
         reply = Committed(res.published, res.waiting)
         self.settle(res)
@@ -112,7 +113,7 @@ class Commits:
         else:
             self._finish(res)
 
-    def _publish(self, res: Reservation, positions: list[int]) -> None:
+    def _publish(self, res: Reservation, positions: Sequence[int]) -> None:
         if res.over:
             return
         now = self.parts.now()
@@ -225,16 +226,13 @@ async def _result(work: asyncio.Future[Committed]) -> Committed:
         await drained(work)
 
 
-def _given(process: Process, res: Reservation, msg: Commit, first: int) -> Given:
-    """Checksums that a commit brings; raises bad_request for those that its process cannot know."""
-    if not msg.sums:
-        return {}
-    if not res.whole(process):
+def _given(process: Process, res: Reservation, msg: Commit) -> list[tuple[int, array[int]]]:
+    """Checksums that a commit brings, by group; raises bad_request for those that its process cannot know."""
+    if msg.sums and not res.whole(process):
         raise bad("sums", "none from a process that holds slices")
-    found: Given = {}
+    found = []
     for each in msg.sums:
         if not 0 <= each.group < len(res.handles) or len(each.sums) != 8 * msg.pages:
             raise bad("sums", f"u64 of {msg.pages} pages of groups 0..{len(res.handles) - 1}", each.group)
-        known = enumerate(np.frombuffer(each.sums, "<u8").tolist(), first)
-        found.update({(each.group, at): value for at, value in known if value})
+        found.append((each.group, array("Q", np.frombuffer(each.sums, "<u8").tobytes())))
     return found

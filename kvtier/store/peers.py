@@ -89,7 +89,10 @@ class Guest(Instance):
         good = [at for at in range(last) if at not in missing]
         before = res.published
         if good:
-            reply = commits.complete(res, [p for at in good for p in res.mark(self.process, at, 1)], sums)
+            marked = [p for at in good for p in res.mark(self.process, at, 1)]
+            for group, at, _ in res.items(marked):
+                res.sums[group][at] = sums[group, at]
+            reply = commits.complete(res, marked)
             assert not inspect.isawaitable(reply), "every item has its checksum"
         if not res.over:
             commits.abort(self.process, wire.Abort(res.number))

@@ -258,22 +258,22 @@ class Regions:
         """Fill a keyed reservation from rows and serve what came in whole."""
         at = [n for n in range(res.pages) if res.state[n] == OPEN]
         pieces = [Piece(rows[n], res.cache.views(msg.group, res.handles[msg.group][n]), 0) for n in at]
-        sums: dict[tuple[int, int], int] = {}
+        filled: list[int] = []
         res.hashing += 1
         try:
             for n, result in zip(at, await self._read(process, msg.region, pieces), strict=True):
                 if not result.error:
-                    sums[msg.group, n] = result.sum
+                    res.sums[msg.group][n] = result.sum
+                    filled.append(n)
         finally:
             res.hashing -= 1
-            filled = [n for _, n in sums]
             for n in filled:
                 res.mark(process, n, 1)
                 done[n] = not res.nodes[n].dead
             res.abandon()
             res.acks.add(process)
             res.committer = None  # its number was told to nobody: nor is what becomes durable
-            answer = self.commits.complete(res, filled, sums)
+            answer = self.commits.complete(res, filled)
             assert not asyncio.iscoroutine(answer)
             self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]
 

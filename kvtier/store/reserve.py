@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvtier.index import Node
 from kvtier.store.cache import Cache
@@ -78,15 +78,20 @@ class Reservation:
         """Complete pages that are not served yet."""
         return self.state.count(COMPLETE)
 
-    def mark(self, process: Process, first: int, pages: int) -> list[int]:
+    def mark(self, process: Process, first: int, pages: int) -> Sequence[int]:
         """Note that a process filled its shard of positions [first, first + pages); returns those now complete."""
         rank = process.ranks[self.cache.number]
         if self.writer(rank.bit) is not process:
             return []  # a replica writes it
         full = self.instance.complete_mask(self.cache)
         self.committer = process
+        end = first + pages
+        if rank.bit == WHOLE and self.state.count(OPEN, first, end) == pages:  # the usual case, a page at a time dear
+            self.marks[first:end] = array("Q", [mark | WHOLE for mark in self.marks[first:end]])
+            self.state[first:end] = bytes([HASHING]) * pages
+            return range(first, end)
         out = []
-        for at in range(first, first + pages):
+        for at in range(first, end):
             self.marks[at] |= rank.bit
             if self.state[at] == OPEN and (self.marks[at] & WHOLE or (full and self.marks[at] & full == full)):
                 self.state[at] = HASHING
@@ -97,15 +102,30 @@ class Reservation:
         """Whether a process holds all cells of an item."""
         return process.ranks[self.cache.number].bit in {WHOLE, self.instance.complete_mask(self.cache)}
 
-    def summed(self, positions: list[int], sums: dict[tuple[int, int], int] | None) -> None:
-        """Checksums of complete pages, by (group, position); None where they could not be taken."""
-        for (group, at), value in (sums or {}).items():
-            self.sums[group][at] = value
+    def know(self, positions: Sequence[int], group: int, first: int, sums: array[int]) -> None:
+        """Checksums of a group's items from position `first` on, 0 where not known; of those among `positions`."""
+        if len(positions) == len(sums):
+            self.sums[group][first : first + len(sums)] = sums
+        else:
+            for at in positions:
+                self.sums[group][at] = sums[at - first]
+
+    def unsummed(self, positions: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(group, position, handle) of the items at these positions whose checksum is not known."""
+        return [
+            (group, at, held[at])
+            for group, (held, sums) in enumerate(zip(self.handles, self.sums, strict=True))
+            for at in positions
+            if not sums[at] and held[at] != NO_COPY
+        ]
+
+    def summed(self, positions: Sequence[int], *, good: bool) -> None:
+        """The checksums of complete pages are known, or could not be taken."""
         for at in positions:
             if self.state[at] == HASHING:
-                self.state[at] = ABORTED if sums is None else COMPLETE
+                self.state[at] = COMPLETE if good else ABORTED
 
-    def items(self, positions: list[int]) -> list[tuple[int, int, int]]:
+    def items(self, positions: Sequence[int]) -> list[tuple[int, int, int]]:
         """(group, position, handle) of the slots at these positions."""
         return [(g, at, held[at]) for g, held in enumerate(self.handles) for at in positions if held[at] != NO_COPY]
 
@@ -137,10 +157,8 @@ class Reservation:
 
     def _stretch(self, most: int) -> int:
         """How many complete pages follow each other from `next`, at most `most`."""
-        count = 0
-        while count < most and self.state[self.next + count] == COMPLETE:
-            count += 1
-        return count
+        ahead = self.state[self.next : self.next + most]
+        return len(ahead) - len(ahead.lstrip(bytes([COMPLETE])))
 
     def _serve(self, node: Node, at: int, count: int) -> None:
         """Hand the slots of `count` pages to the index."""
@@ -180,7 +198,7 @@ class Reservation:
 
     # -- keyed caches -------------------------------------------------------------------------------------------
 
-    def publish_keys(self, positions: list[int], now: float) -> list[int]:
+    def publish_keys(self, positions: Sequence[int], now: float) -> list[int]:
         """Serve complete keys, whatever the others do; returns the positions that are new."""
         ready = [at for at in positions if self.state[at] == COMPLETE and not self.nodes[at].dead]
         fresh: list[int] = []

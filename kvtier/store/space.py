@@ -204,13 +204,12 @@ class Space:
             lo, hi = index.tail(node, self.tier, min(order.policy.share(node), max(left)))
             if lo == hi:
                 continue
-            if taken is not None and self.unsaved_from(index, node, lo, hi) < hi:
+            if taken is not None and self.below.there and self.unsaved_from(index, node, lo, hi) < hi:
                 pages = self._save(index, node)
                 offered += pages
-                if not pages and self.below.there:
+                if not pages:
                     unsaved.append(taken)
-                if pages or self.below.there:
-                    continue  # held until written; comes back to the order then
+                continue  # held until written; comes back to the order then
             self._drop(index, node, lo, hi, left)
             dropped += hi - lo
         for index, node in unsaved:
