@@ -318,10 +318,11 @@ class Store:
         self.parts.room_for(msg.spec, scope, max(known, msg.epoch))
         cache = self.parts.cache(msg.spec, scope, max(known, msg.epoch))
         process.ranks[cache.number] = process.instance.join_shard(cache, msg)
-        return self._open_newer(process, cache) if msg.epoch > known else self._opened(process, cache)
+        safe = known if self.parts.disk is None else self.parts.disk.epoch(base)
+        return self._open_newer(process, cache) if msg.epoch > safe else self._opened(process, cache)
 
     async def _open_newer(self, process: Process, cache: Cache) -> wire.Opened:
-        """An engine that reset while this daemon was away brings its epoch."""
+        """An engine that reset while this daemon was away brings its epoch; so does one that asks again."""
         await self._supersede(cache)
         return self._opened(process, cache)
 
