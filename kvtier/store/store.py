@@ -286,9 +286,10 @@ class Store:
         if self.parts.peers is not None:
             await self.parts.peers.close()
         self.visits.close()
-        for task in self._background:
+        ending = [*self._background, *self.parts.freeing]
+        for task in ending:
             task.cancel()
-        await asyncio.wait(self._background)
+        await asyncio.wait(ending)
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
             if self.parts.vram is not None:
@@ -353,6 +354,7 @@ class Store:
         process.ranks[cache.number] = rank
         process.instance.shards.setdefault(cache.number, shards)
         process.instance.inherit(old.number, cache.number)
+        await asyncio.sleep(0)  # where the old one held little, all of that is free by now
         self.parts.prune()
         return self._opened(process, cache)
 
