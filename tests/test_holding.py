@@ -16,6 +16,7 @@ from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
 from kvtier.mover import Mover, Urgency
 from kvtier.store import Store, slices
+from kvtier.store.peers import Guest
 from kvtier.types import Code, Kind, KvtierError
 from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
 
@@ -448,6 +449,38 @@ async def test_a_handle_that_is_polled_with_more_tokens_stays_within_the_bound()
         with pytest.raises(KvtierError) as caught:
             await engine.match(part, handles[-1])
         assert caught.value.code == Code.OVER_CAP
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_a_cache_that_a_peer_pushes_to_is_not_forgotten_while_it_waits_for_room(
+    tmp_path: Path, *, keyed: bool
+) -> None:
+    """An engine that leaves meanwhile does not take the cache's memory out of the books."""
+    disk = Failing()
+    async with storing(tmp_path, host=MIB, calls=disk, cap=1.0) as store:
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096),), page_tokens=1))
+        disk.gate.clear()
+        assert await engine.put(tokens(*range(256), page_tokens=1)) == 256
+        key = {"key_bytes": 16} if keyed else {}
+        cache = store.parts.cache(spec((GroupSpec(Kind.FULL, 1, 1, 8192),), page_tokens=1, **key), "uid:0", 0)
+        guest = Guest(store.parts, "home", MIB)
+        if keyed:
+            waits = asyncio.ensure_future(guest.reserve_keys(store.keys, cache, 0, bytes(range(64))))
+        else:
+            waits = asyncio.ensure_future(guest.reserve(store.tokens, cache, tokens(1, 2, page_tokens=1), 0, {}))
+        await asyncio.sleep(0.01)
+        assert not waits.done()  # nothing can go before it is on disk
+        Engine(store, "other", pid=2).leave()
+        assert store.parts.caches.get(cache.number) is cache
+        disk.gate.set()
+        assert (await waits).pages == (4 if keyed else 2)
+        assert store.parts.check() == []
+        guest.end(store.commits)
+        engine.leave()
+        await quiet(store)
+        assert cache.number not in store.parts.caches
+        assert idle(store) == []
 
 
 async def test_a_reset_frees_what_is_old_beside_requests_that_find_nothing_of_it(
