@@ -79,7 +79,7 @@ class RadixIndex(Index):
         """The node that holds the last published page of the longest shared path, its boundary, pages pending."""
         stride = self.stride
         node = above or self.root
-        at, size = 0, len(keys)
+        at, size = 0, 0 if self.closed else len(keys)
         while at < size and node.children is not None:
             child = node.children.get(keys[at : at + stride])
             if child is None:

@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import logging
 from array import array
+from collections.abc import Awaitable
 from typing import Final
 
 from kvtier import wire
@@ -67,7 +68,7 @@ class Guest(Instance):
         )
         try:
             reply = tokens.reserve(self.process, wire.Reserve(number, start, pages, wants, ROOM_MS))
-            got = await reply if inspect.isawaitable(reply) else reply
+            got = await self._known(cache, reply)
         finally:
             self.forget(number)
         return self.reservations.get(got.reservation)
@@ -76,8 +77,12 @@ class Guest(Instance):
         """Slots for those of the (concatenated) keys that are not here; None where there are none, or no room."""
         self.process.ranks.setdefault(cache.number, self.join_shard(cache, wire.Open(cache.spec)))
         reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
-        got = await reply if inspect.isawaitable(reply) else reply
-        return self.reservations.get(got.reservation)
+        return self.reservations.get((await self._known(cache, reply)).reservation)
+
+    async def _known(self, cache: Cache, reply: wire.Reserved | Awaitable[wire.Reserved]) -> wire.Reserved:
+        """The reply; a guest does not hold caches open, and this one must not be forgotten while it waits for room."""
+        with self.parts.leased(cache, cache.index.root):
+            return await reply if inspect.isawaitable(reply) else reply
 
     def commit(self, commits: Commits, res: Reservation, sums: dict[tuple[int, int], int]) -> int:
         """Serve positions all of whose items have a checksum (of a path, up to the first that lacks one).
