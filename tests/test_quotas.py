@@ -20,14 +20,14 @@ from kvtier.store import persist, quotas
 from kvtier.store.quotas import Quotas
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, Kind, KvtierError, Tier
-from storekit import MIB, maker, quiet, storing, until
+from storekit import MIB, drop_host, maker, quiet, storing, until
 
 PAGE = 65536
 
 
-def cache_of(tenant: bytes):
+def cache_of(tenant: bytes, page: int = PAGE, **more):
     """A cache of one tenant."""
-    return spec((GroupSpec(Kind.FULL, 1, 1, PAGE),), page_tokens=1, salt=tenant)
+    return spec((GroupSpec(Kind.FULL, 1, 1, page),), page_tokens=1, salt=tenant, **more)
 
 
 def path(number: int, pages: int = 4) -> bytes:
@@ -79,6 +79,57 @@ async def test_a_request_larger_than_the_limit_is_refused_by_name():
         assert (reserved.pages, reserved.refused) == (0, Code.OVER_CAP)
         assert store.parts.counts["refused_quota"] == 1
         assert await engine.put(path(1, 3)) == 3
+
+
+async def test_models_of_a_tenant_take_turns_in_its_room():
+    """One with smaller pages gets what the other holds and used longer ago, and loses it again in its turn."""
+    async with storing(None, host=8 * MIB) as store:
+        store.limit(limited(pages=10))
+        first, second = await engine_of(store, b"a"), Engine(store, "second", pid=2)
+        await second.open(cache_of(b"a", PAGE // 2, model="other"))
+        for n in range(4):
+            await first.put(path(n))
+        for n in range(4):
+            assert await second.put(path(n), wait_ms=5000) == 4
+        assert held(store, first, Tier.HOST) <= 2, "the coldest prompts go, whatever their pages' size"
+        for n in range(4, 8):
+            assert await first.put(path(n), wait_ms=5000) == 4
+        assert held(store, second, Tier.HOST) <= 4
+        assert store.parts.check() == []
+
+
+async def test_a_request_larger_than_the_limit_takes_nothing_from_the_tenant(tmp_path):
+    """What is refused makes no room; what is loaded comes as far as the limit goes."""
+    async with storing(tmp_path, host=8 * MIB) as store:
+        engine = await engine_of(store, b"a")
+        assert await engine.put(path(1, 12)) == 12
+        await quiet(store)
+        drop_host(store)
+        store.limit(limited(pages=10))
+        assert await engine.put(path(2)) == 4
+        reserved = await engine.reserve(path(3, 11), wait_ms=5000)
+        assert (reserved.pages, reserved.refused) == (0, Code.OVER_CAP)
+        assert held(store, engine, Tier.HOST) == 4
+        await quiet(store)
+        assert await engine.get(path(1, 12)) == 10
+        assert held(store, engine, Tier.HOST) == 10
+        assert store.parts.check() == []
+
+
+async def test_all_that_a_load_brings_at_once_counts(tmp_path):
+    """A prompt of several batches comes back no further than the limit."""
+    async with storing(tmp_path, host=64 * MIB, disk=128 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(cache_of(b"a", MIB))
+        assert await engine.put(path(1, 30)) == 30
+        await quiet(store)
+        drop_host(store)
+        store.limit([Rule("tenant", b"a".hex(), {Tier.HOST: 10 * MIB})])
+        assert await engine.get(path(1, 30)) == 10
+        assert held(store, engine, Tier.HOST) == 10
+        assert await engine.get(path(1, 30)) == 10, "nothing of it stays counted"
+        store.limit([])
+        assert await engine.get(path(1, 30)) == 30
 
 
 async def test_a_limit_on_disk(tmp_path):

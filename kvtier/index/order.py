@@ -8,6 +8,7 @@ O(log leaves), whatever the number of leaves.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -174,6 +175,11 @@ class Order:
                 self.push(index, node)
                 continue
             return index, node
+
+    def turn(self, now: float, share: int) -> tuple[bool, float]:
+        """When a quota's leaf that goes first was used last. After all others: one to be kept, then none at all."""
+        found = self._first((share,), now, own=True)
+        return (True, math.inf) if found is None else (found[1] == self._last, found[0][0][2].time)
 
     def _first(self, shares: Iterable[int], now: float, *, own: bool) -> tuple[list[Entry], int] | None:
         """The heap whose head goes first, and its lane. Between quotas the least recently used head goes first."""
