@@ -57,8 +57,7 @@ class Guest(Instance):
 
         None: nothing is missing or no room could be made.
         """
-        if cache.number not in self.process.ranks:
-            self.process.ranks[cache.number] = self.join_shard(cache, wire.Open(cache.spec))
+        self._join(cache)
         number, path = next(self.parts.numbers), Path(cache, "")
         self.add_path(number, path, keys)
         pages = len(keys) // cache.index.stride - start
@@ -75,7 +74,7 @@ class Guest(Instance):
 
     async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Reservation | None:
         """Slots for those of the (concatenated) keys that are not here; None where there are none, or no room."""
-        self.process.ranks.setdefault(cache.number, self.join_shard(cache, wire.Open(cache.spec)))
+        self._join(cache)
         reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
         return self.reservations.get((await self._known(cache, reply)).reservation)
 
@@ -83,6 +82,14 @@ class Guest(Instance):
         """The reply; a guest does not hold caches open, and this one must not be forgotten while it waits for room."""
         with self.parts.leased(cache, cache.index.root):
             return await reply if inspect.isawaitable(reply) else reply
+
+    def _join(self, cache: Cache) -> None:
+        """Write whole items of a cache; those that are forgotten by now go."""
+        ranks = self.process.ranks
+        if cache.number not in ranks:
+            for number in [number for number in ranks if number not in self.parts.caches]:
+                del ranks[number]
+            ranks[cache.number] = self.join_shard(cache, wire.Open(cache.spec))
 
     def commit(self, commits: Commits, res: Reservation, sums: dict[tuple[int, int], int]) -> int:
         """Serve positions all of whose items have a checksum (of a path, up to the first that lacks one).

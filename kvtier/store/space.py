@@ -20,6 +20,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.carrier import Stuck
 from kvtier.store.copying import Copying, Move
 from kvtier.store.persist import Persist
+from kvtier.store.slices import sliced
 from kvtier.store.ways import Ways
 from kvtier.tiers.host import SlabTier
 from kvtier.tiers.pool import SlotPool
@@ -297,12 +298,18 @@ class Space:
             return False
         donor.close_slab(slab)
         needs = [0] * len(donor.shape.slot_bytes)
-        needs[slab.group] = slab.used
+        left = slab.used
         try:
-            self.evict(donor, needs)
+            while left > 0:
+                needs[slab.group] = min(AHEAD, left)
+                if not self.evict(donor, needs):
+                    break
+                left -= AHEAD
+                await asyncio.sleep(0)
             for cache in [c for c in self.caches.values() if c.pools.get(self.tier) is donor]:
-                for node, at, group in self._inside(cache, slab):
-                    await self._relocate(cache, node, at, group, slab)
+                async for node in sliced(cache.index.walk()):
+                    for at in self._inside(cache, node, slab):
+                        await self._relocate(cache, node, at, slab.group, slab)
         finally:
             if slab.used:
                 donor.reopen_slab(slab)
@@ -343,20 +350,14 @@ class Space:
                 pool.free(group, fresh)
             self.unlease(cache, node)
 
-    def _inside(self, cache: Cache, slab: Slab) -> Iterable[tuple[Node, int, int]]:
-        """(node, page number, group) of every item of the cache with a slot in the slab."""
-        out: list[tuple[Node, int, int]] = []
+    def _inside(self, cache: Cache, node: Node, slab: Slab) -> list[int]:
+        """Page numbers of a node's items with a slot in the slab."""
+        held = node.handles(self.tier, slab.group)
+        if held is None:
+            return []
         pool = cache.pools[self.tier]
-        for node in cache.index.walk():
-            held = node.handles(self.tier, slab.group)
-            if held is not None:
-                found = np.flatnonzero(held != NO_COPY)
-                out += [
-                    (node, node.depth + int(at), slab.group)
-                    for at in found
-                    if _holds(pool, slab, slab.group, int(held[at]))
-                ]
-        return out
+        there = np.flatnonzero(held != NO_COPY).tolist()
+        return [node.depth + at for at in there if _holds(pool, slab, slab.group, int(held[at]))]
 
     @contextlib.contextmanager
     def leased(self, cache: Cache, *nodes: Node) -> Iterator[None]:
