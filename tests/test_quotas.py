@@ -18,15 +18,16 @@ from kvtier.identity import GroupSpec
 from kvtier.policy.quota import Rule, parse
 from kvtier.store import persist, quotas
 from kvtier.store.quotas import Quotas
+from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, Kind, KvtierError, Tier
-from storekit import MIB, quiet, storing, until
+from storekit import MIB, drop_host, maker, quiet, storing, until
 
 PAGE = 65536
 
 
-def cache_of(tenant: bytes):
+def cache_of(tenant: bytes, page: int = PAGE, **more):
     """A cache of one tenant."""
-    return spec((GroupSpec(Kind.FULL, 1, 1, PAGE),), page_tokens=1, salt=tenant)
+    return spec((GroupSpec(Kind.FULL, 1, 1, page),), page_tokens=1, salt=tenant, **more)
 
 
 def path(number: int, pages: int = 4) -> bytes:
@@ -80,6 +81,57 @@ async def test_a_request_larger_than_the_limit_is_refused_by_name():
         assert await engine.put(path(1, 3)) == 3
 
 
+async def test_models_of_a_tenant_take_turns_in_its_room():
+    """One with smaller pages gets what the other holds and used longer ago, and loses it again in its turn."""
+    async with storing(None, host=8 * MIB) as store:
+        store.limit(limited(pages=10))
+        first, second = await engine_of(store, b"a"), Engine(store, "second", pid=2)
+        await second.open(cache_of(b"a", PAGE // 2, model="other"))
+        for n in range(4):
+            await first.put(path(n))
+        for n in range(4):
+            assert await second.put(path(n), wait_ms=5000) == 4
+        assert held(store, first, Tier.HOST) <= 2, "the coldest prompts go, whatever their pages' size"
+        for n in range(4, 8):
+            assert await first.put(path(n), wait_ms=5000) == 4
+        assert held(store, second, Tier.HOST) <= 4
+        assert store.parts.check() == []
+
+
+async def test_a_request_larger_than_the_limit_takes_nothing_from_the_tenant(tmp_path):
+    """What is refused makes no room; what is loaded comes as far as the limit goes."""
+    async with storing(tmp_path, host=8 * MIB) as store:
+        engine = await engine_of(store, b"a")
+        assert await engine.put(path(1, 12)) == 12
+        await quiet(store)
+        drop_host(store)
+        store.limit(limited(pages=10))
+        assert await engine.put(path(2)) == 4
+        reserved = await engine.reserve(path(3, 11), wait_ms=5000)
+        assert (reserved.pages, reserved.refused) == (0, Code.OVER_CAP)
+        assert held(store, engine, Tier.HOST) == 4
+        await quiet(store)
+        assert await engine.get(path(1, 12)) == 10
+        assert held(store, engine, Tier.HOST) == 10
+        assert store.parts.check() == []
+
+
+async def test_all_that_a_load_brings_at_once_counts(tmp_path):
+    """A prompt of several batches comes back no further than the limit."""
+    async with storing(tmp_path, host=64 * MIB, disk=128 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(cache_of(b"a", MIB))
+        assert await engine.put(path(1, 30)) == 30
+        await quiet(store)
+        drop_host(store)
+        store.limit([Rule("tenant", b"a".hex(), {Tier.HOST: 10 * MIB})])
+        assert await engine.get(path(1, 30)) == 10
+        assert held(store, engine, Tier.HOST) == 10
+        assert await engine.get(path(1, 30)) == 10, "nothing of it stays counted"
+        store.limit([])
+        assert await engine.get(path(1, 30)) == 30
+
+
 async def test_a_limit_on_disk(tmp_path):
     """The tenant's oldest pages leave disk; another's stay."""
     async with storing(tmp_path, host=8 * MIB) as store:
@@ -94,6 +146,26 @@ async def test_a_limit_on_disk(tmp_path):
         assert held(store, other, Tier.DISK) == 4
         assert held(store, engine, Tier.HOST) == 24
         assert store.parts.check() == []
+
+
+async def test_a_limit_on_a_device():
+    """The tenant's oldest pages leave the device and stay in host; another's, older still, stay where they are."""
+    memory = DeviceMemory(maker("cpu"), 16 * MIB, slab_bytes=4 * PAGE, deadline_s=30.0)
+    async with storing(None, host=16 * MIB, device=memory) as store:
+        store.limit(limited(pages=10, tier=Tier.DEVICE))
+        other, engine = await engine_of(store, b"b"), await engine_of(store, b"a")
+        for n in range(3):
+            assert await other.put(path(n)) == 4
+        for n in range(6):
+            assert await engine.put(path(n), wait_ms=5000) == 4
+            assert held(store, engine, Tier.DEVICE) <= 10
+        assert held(store, other, Tier.DEVICE) == 12
+        assert held(store, engine, Tier.HOST) == 24
+        assert await engine.get(path(0)) == 4
+        assert held(store, engine, Tier.DEVICE) <= 10
+        assert store.parts.check() == []
+        engine.leave()
+        other.leave()
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
@@ -211,9 +283,9 @@ async def test_whatever_is_asked_limits_hold(requests, pages):
 
 def test_rules_as_text():
     """Kinds, tiers and sizes; the first that fits is the rule."""
-    rules = parse("tenant=6163 host=2GiB disk=20GiB; scope=uid:7 host=1M;;", size)
+    rules = parse("tenant=6163 device=1GiB host=2GiB disk=20GiB; scope=uid:7 host=1M;;", size)
     assert rules == [
-        Rule("tenant", "6163", {Tier.HOST: 2 << 30, Tier.DISK: 20 << 30}),
+        Rule("tenant", "6163", {Tier.DEVICE: 1 << 30, Tier.HOST: 2 << 30, Tier.DISK: 20 << 30}),
         Rule("scope", "uid:7", {Tier.HOST: 1 << 20}),
     ]
     assert rules[0].fits(b"x", b"ac", "uid:1")

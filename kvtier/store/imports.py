@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from contextlib import ExitStack
 from typing import Final
 
 import numpy as np
@@ -34,6 +35,8 @@ class Filling:
         self.at = 0
         """Item that the next bytes belong to."""
         self.within = 0
+        self.counted = ExitStack()
+        """While it is open, quotas count the slots."""
 
 
 class Import:
@@ -93,6 +96,8 @@ class Imports:
         for item, slot in zip(filling.run.items, filling.slots, strict=True) if filling else ():
             if slot != NO_COPY:
                 held.cache.free_host(item.group, [slot])
+        if filling is not None:
+            filling.counted.close()
 
     async def run(self, msg: wire.ImportRun) -> wire.Info:
         """Make room for a run. `wanted` says whether its bytes are to follow; else why not, in `refused`."""
@@ -110,6 +115,8 @@ class Imports:
                 held.counts[refused] += pages
                 return wire.Info({"wanted": False, "refused": refused})
             held.filling = Filling(run, pages, slots)
+            taken = [item.group for item, slot in zip(run.items, slots, strict=True) if slot != NO_COPY]
+            held.filling.counted.enter_context(self.parts.space.coming(held.cache, taken))
         return wire.Info({"wanted": True, "refused": ""})
 
     def _refuse(self, held: Import, run: archive.Run) -> str:
@@ -161,8 +168,8 @@ class Imports:
 
     async def _room(self, cache: Cache, run: archive.Run) -> list[int]:
         """A slot for each item, NO_COPY from the first on for which there is none."""
-        needs = [sum(item.group == group for item in run.items) for group in range(cache.index.groups)]
-        got = await self.parts.space.take(cache, needs, self.parts.deadline(int(ROOM_S * 1000)))
+        deadline = self.parts.deadline(int(ROOM_S * 1000))
+        got = await self.parts.space.take_first(cache, [item.group for item in run.items], deadline)
         slots: list[int] = []
         for item in run.items:
             slots.append(got[item.group].pop(0) if got[item.group] and NO_COPY not in slots else NO_COPY)

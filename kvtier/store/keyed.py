@@ -193,7 +193,9 @@ class Keys:
         if not self.parts.host.budget_bytes:
             return Reserved(0, 0, refused=Code.NO_SPACE)
         need = self.lack(process.instance, cache, names)
-        fits = self.parts.space.fits(cache, [need * (group == msg.group) for group in range(cache.index.groups)])
+        fits = self.parts.space.allowance.fits(
+            cache, [need * (group == msg.group) for group in range(cache.index.groups)]
+        )
         got = cache.pool.alloc(msg.group, need) if fits else array("q")
         if len(got) == need:
             return self.fill(process, cache, names, msg.group, got, "")
@@ -209,7 +211,7 @@ class Keys:
         if cache.retired or process.instance.gone:
             self.parts.space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        return self.fill(process, cache, names, group, got[group], self.parts.space.short(cache, needs))
+        return self.fill(process, cache, names, group, got[group], self.parts.space.allowance.short(cache, needs))
 
     @staticmethod
     def lack(instance: Instance, cache: Cache, names: list[bytes]) -> int:

@@ -89,7 +89,7 @@ class Loads:
         """Begin loading what nobody loads yet; returns the loads that bring the items."""
         wanted = {(m.tier, m.handle, m.group): m for m in missing}
         waits = {self.moving[key] for key in wanted if key in self.moving}
-        fresh = [m for key, m in wanted.items() if key not in self.moving]
+        fresh = sorted((m for key, m in wanted.items() if key not in self.moving), key=lambda m: m.page)
         for batch in batches(fresh, lambda m: cache.item_bytes[m.group]):
             for node in {m.node for m in batch}:
                 cache.index.lease(node)
@@ -106,8 +106,7 @@ class Loads:
         """
         wrong: list[Missing] = []
         try:
-            needs = [sum(1 for m in batch if m.group == g) for g in range(cache.index.groups)]
-            got = await self.space.take(cache, needs, deadline)
+            got = await self.space.take_first(cache, [m.group for m in batch], deadline)
             plan = []
             for m in batch:
                 if got[m.group]:
@@ -115,7 +114,8 @@ class Loads:
                 else:
                     self.counts["loads_no_space"] += 1
             self.space.give_back(cache, got)
-            wrong = await self._bring_all(cache, plan)
+            with self.space.coming(cache, [m.group for m, _ in plan]):
+                wrong = await self._bring_all(cache, plan)
         except Exception:
             log.exception("load failed")
         finally:

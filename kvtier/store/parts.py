@@ -110,7 +110,9 @@ class Parts:
         if found is not None:
             return found
         pool = self.host.pool(scope, shape_of(spec))
-        orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool), Tier.DISK: self.persist.order}
+        orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool)}
+        if self.disk is not None:
+            orders[Tier.DISK] = self.persist.order
         cache = Cache(next(self.numbers), spec, scope, epoch, pool, orders, self.ways.heat)
         self.ways.quotas.join(cache)
         self.caches[cache.number] = self.ids[cache.id] = cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvtier.policy.quota import Rule
@@ -20,6 +21,8 @@ class Quotas:
         self.rules: Sequence[Rule] = ()
         self.writing: Counter[Cache] = Counter()
         """Bytes on their way to disk."""
+        self._coming: Counter[tuple[Cache, int]] = Counter()
+        """Bytes by tier in slots that are taken, and neither reserved nor published yet."""
         self._members: dict[int, list[Cache]] = {}
         self.moving: dict[Cache, None] = {}
         """Caches whose leaves are not all found under their rule yet."""
@@ -74,23 +77,44 @@ class Quotas:
             if tier == Tier.DISK:
                 total += self.writing[cache]
             else:
-                total += sum(res.cost for res in cache.reservations if res.tier == tier)
+                total += sum(res.cost for res in cache.reservations if res.tier == tier) + self._coming[cache, tier]
         return total
+
+    def members(self, share: int) -> Sequence[Cache]:
+        """The caches of a rule."""
+        return self._members.get(share, ())
+
+    def limit(self, cache: Cache, tier: int) -> int | None:
+        """Bytes that the caches of its rule may have together."""
+        share = cache.index.share
+        return self.rules[share - 1].limits.get(tier) if share else None
+
+    @contextlib.contextmanager
+    def coming(self, cache: Cache, tier: int, nbytes: int) -> Iterator[None]:
+        """Count bytes that a cache is about to have in a tier of slots."""
+        self._coming[cache, tier] += nbytes
+        try:
+            yield
+        finally:
+            self._coming[cache, tier] -= nbytes
+            if not self._coming[cache, tier]:
+                del self._coming[cache, tier]
 
     def over(self, cache: Cache, nbytes: int, tier: int) -> int:
         """Bytes that must go before a cache may have `nbytes` more of a tier."""
-        share = cache.index.share
-        if not share or not nbytes:
-            return 0
-        limit = self.rules[share - 1].limits.get(tier)
-        return 0 if limit is None else max(0, self.held(share, tier) + nbytes - limit)
+        limit = self.limit(cache, tier)
+        return max(0, self.held(cache.index.share, tier) + nbytes - limit) if nbytes and limit is not None else 0
 
     def blocks(self, cache: Cache, nbytes: int, tier: int, evict: Callable[[int, int], Any]) -> bool:
-        """Whether there is no place for so much more, after its own coldest pages went: evict(bytes, share)."""
-        over = self.over(cache, nbytes, tier)
-        if over:
-            evict(over, cache.index.share)
-        return over > 0 and self.over(cache, nbytes, tier) > 0
+        """Whether there is no place for so much more, after its rule's coldest pages went: evict(bytes, share).
+
+        What is larger than the limit has none, and nothing goes for it.
+        """
+        over, limit = self.over(cache, nbytes, tier), self.limit(cache, tier)
+        if not over or limit is None or nbytes > limit:
+            return over > 0
+        evict(over, cache.index.share)
+        return self.over(cache, nbytes, tier) > 0
 
     def report(self) -> list[dict[str, Any]]:
         """For status: each rule with what is held."""

@@ -54,7 +54,7 @@ class Reserving:
             return Reserved(0, 0, refused=Code.NO_SPACE)
         ask = Ask(process, path, msg, wanted, space)
         needs = self._needs(ask)
-        if space.fits(cache, needs):
+        if space.allowance.fits(cache, needs):
             got = [cache.pools[space.tier].alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
             if all(len(have) == n for have, n in zip(got, needs, strict=True)):
                 return self._fill(ask, got, "")
@@ -80,7 +80,7 @@ class Reserving:
         if self._space(ask.process, cache, device=ask.msg.device) is not space:  # the device failed meanwhile
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.NO_SPACE)
-        return self._fill(ask, got, space.short(cache, needs))
+        return self._fill(ask, got, space.allowance.short(cache, needs))
 
     def _needs(self, ask: Ask) -> list[int]:
         """Items per group to allocate: what is wanted, not there yet, and within the instance's cap."""

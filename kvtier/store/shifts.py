@@ -109,15 +109,15 @@ class Shifter:
         for batch in batches(items, lambda m: cache.item_bytes[m.group]):
             plan = await self._slots(cache, batch, deadline)
             if plan:
-                await self._carry(cache, plan)
+                with self.to.coming(cache, [m.group for m, _ in plan]):
+                    await self._carry(cache, plan)
             if len(plan) < len(batch):
                 return False
         return True
 
     async def _slots(self, cache: Cache, batch: list[Missing], deadline: float) -> list[Shift]:
         """Fresh slots for the leading items that there is room for."""
-        needs = [sum(1 for m in batch if m.group == g) for g in range(cache.index.groups)]
-        got = await self.to.take(cache, needs, deadline)
+        got = await self.to.take_first(cache, [m.group for m in batch], deadline)
         plan = []
         for m in batch:
             if not got[m.group]:

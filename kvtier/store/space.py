@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from kvtier.index import ANY, Index, Node, Order
 from kvtier.index.node import LOCAL
 from kvtier.mover import Urgency
+from kvtier.store.allowance import Allowance, cost_of
 from kvtier.store.cache import Cache
 from kvtier.store.carrier import Stuck
 from kvtier.store.copying import Copying, Move
@@ -22,12 +24,10 @@ from kvtier.store.ways import Ways
 from kvtier.tiers.host import SlabTier
 from kvtier.tiers.pool import SlotPool
 from kvtier.tiers.slab import Slab, SlotState
-from kvtier.types import NO_COPY, Code, Tier
+from kvtier.types import NO_COPY, Tier
 
 STEAL_TRIES = 4
 BARREN_S = 1.0
-MOST_OWN = 256
-"""Items that a cache over its quota gives up at once, before others have their turn."""
 AHEAD = 16
 """Items a slice: half a millisecond."""
 MAX_UNSAVED = 64
@@ -68,6 +68,7 @@ class Space:
         self.copying = copying
         self.ways = ways
         self.counts = ways.counts
+        self.allowance = Allowance(self)
         self.caches: dict[Index, Cache] = {}
         """Caches by their index: orders speak of indexes."""
         self.orders: dict[SlotPool, Order] = {}
@@ -95,48 +96,29 @@ class Space:
         `deadline` is in the loop's time. Free memory first; then clean cold pages; then, within the deadline, pages
         that wait for disk and slabs of pools above their fair share.
         """
-        if not await self._within(cache, needs, deadline):
+        if not await self.allowance.wait(cache, needs, deadline):
             return [array("q") for _ in needs]
         pool = cache.pools[self.tier]
         got = [pool.alloc(group, n) if n else array("q") for group, n in enumerate(needs)]
         try:
-            await self._more(pool, needs, got, deadline)
+            with self.ways.quotas.coming(cache, self.tier, cost_of(cache, needs)):
+                await self._more(pool, needs, got, deadline)
         except BaseException:
             self.give_back(cache, got)
             raise
         return got
 
-    def fits(self, cache: Cache, needs: list[int]) -> bool:
-        """Whether so many items more are within the cache's quota, after its own coldest pages went."""
-        cost = sum(n * cache.slot_cost(group) for group, n in enumerate(needs))
+    async def take_first(self, cache: Cache, groups: Sequence[int], deadline: float) -> list[array[int]]:
+        """Slots for one item of each of these groups; where the quota has no room for all, for the first of them."""
+        allowed = self.allowance.first(cache, groups, now=False)
+        got = await self.take(cache, _needs(cache, groups[:allowed]), deadline)
+        if not any(got) and (less := self.allowance.first(cache, groups, now=True)) < allowed:
+            got = await self.take(cache, _needs(cache, groups[:less]), deadline)
+        return got
 
-        def evict(over: int, share: int) -> None:
-            groups = [group for group, n in enumerate(needs) if n]
-            wanted = [0] * len(needs)
-            for group in groups:
-                wanted[group] = min(MOST_OWN, -(-over // cache.slot_cost(group)))
-            self.evict(cache.pools[self.tier], wanted, share)
-
-        return not self.ways.quotas.blocks(cache, cost, self.tier, evict)
-
-    def short(self, cache: Cache, needs: list[int]) -> Code:
-        """Why fewer slots came than were needed."""
-        cost = sum(n * cache.slot_cost(group) for group, n in enumerate(needs))
-        return Code.OVER_CAP if self.ways.quotas.over(cache, cost, self.tier) else Code.NO_SPACE
-
-    async def _within(self, cache: Cache, needs: list[int], deadline: float) -> bool:
-        """Wait until they are: what is on its way to disk can go soon."""
-        evicted = f"pages_evicted_{self.name}"
-        gone = self.counts[evicted]
-        while not self.fits(cache, needs):
-            moving = bool(self.ways.quotas.moving) and asyncio.get_running_loop().time() < deadline
-            if self.counts[evicted] > gone or moving:
-                gone = self.counts[evicted]
-                await asyncio.sleep(0)
-            elif not await self.below.progress(deadline):
-                self.counts["refused_quota"] += 1
-                return False
-        return True
+    def coming(self, cache: Cache, groups: Iterable[int]) -> AbstractContextManager[None]:
+        """Count taken slots, an item of each of these groups, until they are published or given back."""
+        return self.ways.quotas.coming(cache, self.tier, sum(cache.slot_cost(group) for group in groups))
 
     async def _more(self, pool: SlotPool, needs: list[int], got: list[array[int]], deadline: float) -> None:
         """Add to `got` until it is what is needed, or nothing helps."""
@@ -240,14 +222,16 @@ class Space:
         index.settle(node)
         index.requeue(node, self.tier)
 
-    def unsaved_from(self, index: Index, node: Node, lo: int, hi: int) -> int:
-        """First page of [lo, hi) with an item that is here and in no slower tier; hi when all are saved."""
-        return self._alone_from(index, node, lo, hi, self.saved)
+    def unsaved_from(self, index: Index, node: Node, lo: int, hi: int, groups: Iterable[int] = ()) -> int:
+        """First page of [lo, hi) with an item (of these groups) here and in no slower tier; hi when all are saved."""
+        return self._alone_from(index, node, lo, hi, self.saved, groups)
 
-    def _alone_from(self, index: Index, node: Node, lo: int, hi: int, others: tuple[Tier, ...]) -> int:
+    def _alone_from(
+        self, index: Index, node: Node, lo: int, hi: int, others: tuple[Tier, ...], groups: Iterable[int] = ()
+    ) -> int:
         """First page of [lo, hi) with an item that is here and in none of the others; hi when there is none."""
         first = hi
-        for group in range(index.groups):
+        for group in groups or range(index.groups):
             here = node.handles(self.tier, group)
             if here is None:
                 continue
@@ -395,3 +379,8 @@ class Space:
 def _holds(pool: SlotPool, slab: Slab, group: int, handle: int) -> bool:
     """Whether one of the item's slots is in the slab."""
     return any(slab.lo <= address < slab.hi for address in pool.offsets(group, [handle]))
+
+
+def _needs(cache: Cache, groups: Sequence[int]) -> list[int]:
+    """How many items of each group these are."""
+    return [sum(1 for each in groups if each == group) for group in range(cache.index.groups)]

@@ -283,6 +283,8 @@ class Store:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
         self.loading.cancel()
+        if self.parts.vram is not None:
+            asyncio.get_running_loop().call_later(timeout_s, self.parts.vram.carrier.hurry)
         if self.parts.peers is not None:
             await self.parts.peers.close()
         self.visits.close()
