@@ -372,11 +372,8 @@ class Store:
 
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
         """Wait until what was committed is durable; raises no_space or io where it is not."""
-        if msg.cache:
-            caches = [self.parts.opened(process, msg.cache)]
-        else:
-            caches = [self.parts.caches[number] for number in process.ranks]
-        return await self._flush(caches, msg.wait_ms)
+        numbers = [self.parts.opened(process, msg.cache).number] if msg.cache else process.ranks
+        return await self._flush([self.parts.caches[number] for number in numbers], msg.wait_ms)
 
     async def flush_all(self, msg: wire.Flush) -> wire.Ok:
         """The same for every cache."""
