@@ -228,6 +228,33 @@ async def test_while_leaves_move_under_another_rule_nobody_loses_and_nobody_wait
         assert store.parts.check() == []
 
 
+async def test_a_prompt_larger_than_a_limit_on_disk_is_there_as_far_as_that_goes(tmp_path):
+    """It is written in runs that fit, not in one that does not."""
+    async with storing(tmp_path, host=8 * MIB) as store:
+        store.limit(limited(pages=10, tier=Tier.DISK))
+        engine = await engine_of(store, b"a")
+        await engine.put(path(1, 12))
+        await quiet(store)
+        assert held(store, engine, Tier.DISK) == 10
+        drop_host(store)
+        assert await engine.get(path(1, 12)) == 10
+        assert store.parts.check() == []
+
+
+async def test_a_prompt_of_large_pages_takes_what_disk_has_and_no_more_goes_than_that(tmp_path):
+    """Runs of large pages are short: one for which there is no room is not a reason to give up what is durable."""
+    async with storing(tmp_path, host=160 * MIB, disk=48 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(cache_of(b"a", MIB))
+        for n in range(6):
+            await engine.put(path(n))
+            await quiet(store)
+        assert await engine.put(path(50, 70)) == 70
+        await until(lambda: not store.parts.persist.pending)
+        assert held(store, engine, Tier.DISK) >= 40
+        assert store.parts.check() == []
+
+
 async def test_a_large_excess_on_disk_goes_in_slices(tmp_path, monkeypatch):
     """A limit far below what is there: the next write makes room for itself, some of it at a time."""
     monkeypatch.setattr(persist, "MOST_OWN", 2 * PAGE)

@@ -33,6 +33,10 @@ FULL_S = 1.0
 PUMP_S = 1e-3
 MOST_OWN = 4 << 20
 """Bytes that a cache over its quota gives up at once, before others have their turn."""
+MOST_RUN = 64 << 20
+"""Bytes of a run, however large its pages are, and ..."""
+RUN_PARTS = 8
+"""... so many runs fit on disk, and in a quota: room for one is made without giving up much. A page is always one."""
 SLICE = 64
 """Nodes looked at before other work on the loop has its turn: about a millisecond."""
 
@@ -195,7 +199,8 @@ class Persist:
         disk = self.disk
         assert disk is not None
         cache, end = entry.cache, min(entry.end, entry.first + RUN_PAGES)
-        items, nbytes = self._items(entry, end)
+        items = self._bounded(cache, self._items(entry, end))
+        nbytes = sum(cache.item_bytes[item.group] for item in items)
         saved = items[0].page if items else within_reach(cache, entry.node, entry.first, end)
         if not saved and not items:
             entry.failed = "a page is in neither host nor disk"
@@ -210,6 +215,7 @@ class Persist:
         ):
             entry.failed = "the page before is not on disk"
             return True
+        self._gave_way = False
         if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self._evict_own):
             return self._over(entry)
         if cache.disk is None:
@@ -225,13 +231,12 @@ class Persist:
         entry.first = end
         return True
 
-    def _items(self, entry: Entry, end: int) -> tuple[list[Item], int]:
+    def _items(self, entry: Entry, end: int) -> list[Item]:
         """What only host holds of the run's pages; nothing when every page is on disk already.
 
         A page that is on neither (a device has it) ends the run: what follows has no parent on disk.
         """
         out: list[Item] = []
-        nbytes = 0
         cache, first = entry.cache, entry.first
         end = first + within_reach(cache, entry.node, first, end)
         for group in range(cache.index.groups):
@@ -241,9 +246,23 @@ class Persist:
             for page, handle in enumerate(host):
                 if handle != NO_COPY and disk[page] == NO_COPY:
                     out.append(Item(page, group, sums[page], cache.views(group, handle)))
-                    nbytes += cache.item_bytes[group]
         out.sort(key=lambda item: (item.page, item.group))
-        return out, nbytes
+        return out
+
+    def _most_run(self, cache: Cache) -> int:
+        """Bytes of one of a cache's runs."""
+        assert self.disk is not None
+        room, limit = self.disk.capacity_bytes, self.ways.quotas.limit(cache, Tier.DISK)
+        return min(MOST_RUN, (room if limit is None else min(room, limit)) // RUN_PARTS)
+
+    def _bounded(self, cache: Cache, items: list[Item]) -> list[Item]:
+        """Those of the leading pages that make a run: so small that it needs but a part of the disk, and of a quota."""
+        left = self._most_run(cache)
+        for at, item in enumerate(items):
+            left -= cache.item_bytes[item.group]
+            if left < 0 and item.page > items[0].page:
+                return [each for each in items[:at] if each.page < item.page]
+        return items
 
     @staticmethod
     def _parent_saved(cache: Cache, node: Node, first: int) -> bool:
@@ -353,7 +372,9 @@ class Persist:
                 break
             index, node = taken
             cache = self.caches[index]
-            lo, hi = index.tail(node, Tier.DISK, self.order.policy.share(node))
+            each = sum(cache.item_bytes[group] for group in index.anchors) or 1
+            most = max(1, self._most_run(cache) // each)
+            lo, hi = index.tail(node, Tier.DISK, min(most, self.order.policy.share(node)))
             if lo == hi:
                 continue
             self._given_up = max(self._given_up, node.time)
