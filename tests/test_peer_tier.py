@@ -17,6 +17,7 @@ from kvtier.peer import items
 from kvtier.peer.base import Place
 from kvtier.peer.items import picks_of
 from kvtier.store import Store
+from kvtier.store.peers import Guest
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Presence, Tier
 from peerkit import SPEC, TIERS, Pair, blank, direct, right
@@ -326,3 +327,15 @@ async def test_hosts_of_one_model_agree_on_a_page_where_each_can_resume(tmp_path
         mine.leave()
         await until(lambda: not near.parts.peers.busy)
         near.parts.peers = None  # the tier is closed by whoever made it
+
+
+async def test_what_peers_brought_once_is_forgotten_with_its_cache():
+    """The guest that reserves for them keeps shards of caches that are here, whatever came and went."""
+    async with storing(None) as store:
+        guest = Guest(store.parts, "peers", store.cap_bytes)
+        for n in range(20):
+            cache = store.parts.cache(spec(salt=b"%d" % n), "uid:0", 0)
+            res = await guest.reserve(store.tokens, cache, tokens(1, 2), 0, {})
+            assert guest.commit(store.commits, res, {}) == 0
+            store.parts.prune()
+        assert len(guest.process.ranks) == 1

@@ -56,8 +56,7 @@ class Guest(Instance):
 
         None: nothing is missing or no room could be made.
         """
-        if cache.number not in self.process.ranks:
-            self.process.ranks[cache.number] = self.join_shard(cache, wire.Open(cache.spec))
+        self._join(cache)
         number, path = next(self.parts.numbers), Path(cache, "")
         self.add_path(number, path, keys)
         pages = len(keys) // cache.index.stride - start
@@ -74,10 +73,18 @@ class Guest(Instance):
 
     async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Reservation | None:
         """Slots for those of the (concatenated) keys that are not here; None where there are none, or no room."""
-        self.process.ranks.setdefault(cache.number, self.join_shard(cache, wire.Open(cache.spec)))
+        self._join(cache)
         reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
         got = await reply if inspect.isawaitable(reply) else reply
         return self.reservations.get(got.reservation)
+
+    def _join(self, cache: Cache) -> None:
+        """Write whole items of a cache; those that are forgotten by now go."""
+        ranks = self.process.ranks
+        if cache.number not in ranks:
+            for number in [number for number in ranks if number not in self.parts.caches]:
+                del ranks[number]
+            ranks[cache.number] = self.join_shard(cache, wire.Open(cache.spec))
 
     def commit(self, commits: Commits, res: Reservation, sums: dict[tuple[int, int], int]) -> int:
         """Serve positions all of whose items have a checksum (of a path, up to the first that lacks one).
