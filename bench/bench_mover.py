@@ -28,7 +28,7 @@ from measure import OURS, Bench, Samples, Target
 
 from kvtier import wire
 from kvtier.identity import CacheSpec, GroupSpec
-from kvtier.index import Order, RadixIndex
+from kvtier.index import Node, Order, RadixIndex
 from kvtier.policy import Policy, every, load
 from kvtier.store import Store
 from kvtier.tiers.disk import DiskTier
@@ -40,6 +40,8 @@ RUN = 64
 IDLE_S = 1e-3
 MOVE = Target("ratio", ">=", 0.85)
 POLICY = Target("value", "<=", 20.0)
+PAGES = (1, 1, 1, 2, 1, 1, 4, 1, 1, 1, 1, 16, 1, 1, 64)
+"""Of the leaves that policies are timed with; by turns."""
 
 
 class Peer(NamedTuple):
@@ -164,7 +166,7 @@ async def moving(bench: Bench, folder: Path, total: int) -> None:
 
 
 class Forest:
-    """Leaves of one page in a tier of so many pages under a policy, with a page evicted for each that comes."""
+    """Leaves of every kind in a tier under a policy, with new ones coming for the pages that are evicted."""
 
     def __init__(self, policy: str, leaves: int, seed: int) -> None:
         """No name: what all policies share, which takes the least recently used."""
@@ -175,42 +177,61 @@ class Forest:
         self.now = 0.0
         self.next = 0
         self.leaves = leaves
+        self.latest: list[Node] = []
         for _ in range(leaves):
             self.insert()
+        self.pages = self.order.policy.size
 
     def insert(self) -> None:
-        """A new leaf."""
-        self.now += 1e-3
+        """A new leaf, of one page or more, by itself or one of two after a prefix; another one is used again."""
         self.next += 1
-        node = self.index.extend(self.next.to_bytes(8, "little"), self.now)
-        self.index.put(node, 0, Tier.HOST, 0, array("q", [0]), array("Q", [0]))
-        self.index.publish(node, 1)
-        self.index.fresh(node, self.now)
+        self.now += 1e-3
+        number = self.next.to_bytes(8, "little")
+        prefix = (-(self.next // 4)).to_bytes(8, "little", signed=True) if self.next % 4 < 2 else b""
+        if prefix:
+            self._store(prefix, 1)
+        pages = PAGES[self.next % len(PAGES)]
+        node = self._store(prefix + number * pages, pages)
+        if self.next <= self.leaves:
+            self.latest.append(node)
+        else:
+            self.latest[self.next % self.leaves] = node
+        again = self.random.choice(self.latest)
+        if again.tier_leaf(Tier.HOST):
+            self.index.use(again, self.now)
+
+    def _store(self, keys: bytes, pages: int) -> Node:
+        """The node that ends there, with copies of its pages."""
+        node = self.index.extend(keys, self.now)
+        if not node.live:
+            self.index.put(node, 0, Tier.HOST, 0, array("q", bytes(8 * pages)), array("Q", bytes(8 * pages)))
+            self.index.publish(node, node.end)
+            self.index.fresh(node, self.now)
+        return node
 
     def touches(self, count: int) -> float:
         """Microseconds of a use of some leaf."""
-        nodes = [self.index.match(key.to_bytes(8, "little"), self.now).node for key in self._some(count)]
+        there = [node for node in self.latest if node.tier_leaf(Tier.HOST)]
+        nodes = self.random.choices(there, k=count)
         start = time.thread_time()
         for node in nodes:
             self.index.use(node, self.now)
         return (time.thread_time() - start) / count * 1e6
 
-    def _some(self, count: int) -> list[int]:
-        return [self.next - self.random.randrange(self.leaves // 2) for _ in range(count)]
-
     def evictions(self, count: int) -> float:
-        """Microseconds of choosing and dropping a victim, a new leaf coming for each (its time is not counted)."""
+        """Microseconds of choosing and dropping a page; what new leaves cost that come for them is not counted."""
         taken = 0.0
         for _ in range(count):
             start = time.thread_time()
             found = self.order.pop(self.now)
             assert found is not None
             _, node = found
-            lo, hi = self.index.tail(node, Tier.HOST, 1)
+            lo, hi = self.index.tail(node, Tier.HOST, min(1, self.order.policy.share(node)))
             self.index.evict(node, lo, hi, Tier.HOST)
             self.index.settle(node)
             taken += time.thread_time() - start
-            self.insert()
+            while self.order.policy.size < self.pages:
+                self.insert()
         return taken / count * 1e6
 
 

@@ -120,7 +120,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str = DEFAULT
     """Which pages go first: a name of `kvtierctl policies`, or the path of a file of your own."""
     quotas: str = ""
-    """Who may have how much: `tenant=6163 host=2GiB disk=20GiB; scope=uid:7 host=1GiB; cache=3fa8 disk=1GiB`.
+    """Who may have how much: `tenant=6163 device=1GiB host=2GiB disk=9GiB; scope=uid:7 host=1GiB; cache=3fa8 disk=1GB`.
 
     The tenant is a salt in hex, the cache the beginning of an id; the first rule that fits a cache is its rule, and all
     caches of a rule share its limits. Whoever is at a limit makes room among its own pages.

@@ -179,7 +179,8 @@ def join(store: Store, config: Peers) -> Home | None:
             if redis
             else config.mooncake.shelf(config.replicas, deadline_s, counts)
         )
-        store.join_fleet(Depot(shelf, secrets, name=config.name or "this host", deadline_s=deadline_s))
+        name = config.name or "this host"
+        store.join_fleet(Depot(shelf, secrets, name=name, deadline_s=deadline_s, book=store.parts.disk))
         _log.info("the fleet shares a store: %s", config.backend)
         return None
     nodes = nodes_of(config.nodes)

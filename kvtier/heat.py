@@ -14,6 +14,9 @@ from array import array
 from math import exp, expm1, inf, log, log1p
 from typing import Final, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 HALF_LIVES_S: Final = (8.0, 32.0, 128.0, 512.0, 2048.0, 8192.0)
 _RATES: Final = tuple(log(2) / h for h in HALF_LIVES_S)
 _COUNT: Final = len(HALF_LIVES_S)
@@ -99,11 +102,9 @@ class Heat:
         return [score - now * rate for score, rate in zip(node.heat, _RATES + _RATES, strict=True)]
 
     @staticmethod
-    def renewed(scores: list[float], then: float) -> array[float] | None:
-        """Scores again, that were seen from `then`; None where there were none."""
-        if scores[0] == -inf:
-            return None
-        return array("d", [score + then * rate for score, rate in zip(scores, _RATES + _RATES, strict=True)])
+    def renewed(scores: NDArray[np.float32], then: float) -> NDArray[np.float64]:
+        """The scores of many nodes again, a row each, that were seen from `then`; -inf where there were none."""
+        return scores + then * np.array(_RATES + _RATES)
 
     @staticmethod
     def level(node: Warm, number: int, now: float) -> float:

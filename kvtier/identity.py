@@ -6,6 +6,7 @@ byte of KV or who may read it, each field length-prefixed so that no two specs s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 from collections.abc import Sequence
@@ -21,6 +22,8 @@ CHAIN_BYTES: Final = 16
 STATE_SLOT_MAX: Final = 4 << 20
 MAX_PAGE_BYTES: Final = 256 << 20
 MAX_ITEM_BYTES: Final = 4 << 30
+KEPT: Final = 4096
+"""Ids that are not made again at each use."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -164,6 +167,7 @@ def _packed(*fields: bytes | str | int) -> bytes:
     return b"".join(out)
 
 
+@functools.lru_cache(KEPT)
 def base_id(spec: CacheSpec, scope: str) -> bytes:
     """32 bytes naming the cache without its epoch: what `reset` counts epochs of."""
     groups = [_packed(g.kind.value, g.layers, g.heads, g.cell_bytes, g.window) for g in spec.groups]
@@ -176,6 +180,7 @@ def base_id(spec: CacheSpec, scope: str) -> bytes:
     ).digest()  # fmt: skip
 
 
+@functools.lru_cache(KEPT)
 def cache_id(spec: CacheSpec, scope: str, epoch: int) -> bytes:
     """32 bytes naming one cache: two engines share KV exactly when theirs are equal."""
     return hashlib.sha256(_packed("kvtier epoch v1", base_id(spec, scope), epoch)).digest()

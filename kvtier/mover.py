@@ -87,13 +87,16 @@ class Urgency(enum.IntEnum):
 
 
 class Mover:
-    """`threads` workers, one of them kept for LOAD; at most `waiting` batches of each urgency queue up."""
+    """`threads` workers, of which LOAD and ENGINE leave each other one; `waiting` batches of each urgency queue up.
+
+    So a disk that does not answer holds up no checksum and no copy between host and an engine.
+    """
 
     def __init__(self, threads: int = 0, waiting: int = 4096) -> None:
-        """`threads` 0: as many as there are cores, 2 to 4."""
-        threads = threads or min(4, max(2, os.cpu_count() or 1))
-        self._limits = (threads, threads - 1, 1)
-        """How many of each urgency, or of a lesser one, may run at once."""
+        """`threads` 0: as many as there are cores, 3 or 4; with fewer, BACKGROUND would hold up one of the others."""
+        threads = threads or min(4, max(3, os.cpu_count() or 1))
+        self._shared = threads - 1
+        """How many of LOAD, or of ENGINE, may run at once, BACKGROUND among them."""
         self._most = waiting
         self._queues: tuple[deque[_Job], ...] = (deque(), deque(), deque())
         self._busy = [0, 0, 0]
@@ -181,12 +184,19 @@ class Mover:
 
     # -- in the worker threads -----------------------------------------------------------------------------------
 
+    def _may(self, urgency: Urgency) -> bool:
+        """Whether one more may run."""
+        load, engine, background = self._busy
+        if urgency == Urgency.BACKGROUND:
+            return not background and max(load, engine) < self._shared
+        return self._busy[urgency] + background < self._shared
+
     def _next(self) -> tuple[_Job, int] | None:
         """Wait for the most urgent batch that may run; None when closing."""
         with self._changed:
             while True:
-                for urgency, queue in enumerate(self._queues):
-                    if queue and sum(self._busy[urgency:]) < self._limits[urgency]:
+                for urgency, queue in zip(Urgency, self._queues, strict=True):
+                    if queue and self._may(urgency):
                         self._busy[urgency] += 1
                         return queue.popleft(), urgency
                 if self._closing:

@@ -14,4 +14,4 @@ class Heat(ByKind):
     def pick(self, heads: Sequence[Any | None], now: float) -> int:
         """The coldest head."""
         del now
-        return self.coldest(heads)[0]
+        return self.chosen(heads)[0]

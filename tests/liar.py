@@ -9,9 +9,11 @@ from typing import Self
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from engineproc import content
 from kvtier.peer import frames
+from kvtier.peer.base import Pick
 from kvtier.peer.items import echo, items_of
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import Secrets
@@ -78,10 +80,13 @@ class Liar:
                 elif isinstance(message, frames.Find):
                     self.find = message
                     pages = len(message.keys) // self.spec.stride
-                    await pipe.send(frames.Found(pages + (self.mode == "more")))
+                    found = frames.Found(pages + (self.mode == "more"))
+                    if message.picks and self.mode != "more":
+                        await self._lie(pipe, message.picks, found)
+                    else:
+                        await pipe.send(found)
                 elif isinstance(message, frames.Fetch):
-                    self.fetches += 1
-                    await self._lie(pipe, message)
+                    await self._lie(pipe, message.picks)
                 else:
                     await pipe.send(frames.Wanted() if isinstance(message, frames.Offer) else frames.Done())
         except (OSError, EOFError):
@@ -89,31 +94,32 @@ class Liar:
         finally:
             pipe.close()
 
-    async def _lie(self, pipe: Pipe, msg: frames.Fetch) -> None:
-        """Answer a Fetch."""
+    async def _lie(self, pipe: Pipe, picks: tuple[Pick, ...], found: frames.Found | None = None) -> None:
+        """Answer a Fetch, or a Find that fetches too."""
+        self.fetches += 1
         mode, find, stride = self.mode, self.find, self.spec.stride
-        items = items_of(self.spec, msg.picks, len(find.keys) // stride)
+        items = items_of(self.spec, picks, len(find.keys) // stride)
         pages = [content(find.keys[: (page + 1) * stride]).reshape(-1) for _, page in items]
         sums = [xxhash.xxh3_64_intdigest(page) for page in pages]
         size = sum(page.nbytes for page in pages)
         if mode == "garbage":
-            await self._loop.sock_sendall(pipe.sock, bytes(range(256)) * 64)
+            await self._loop.sock_sendall(pipe.stream.sock, bytes(range(256)) * 64)
             return
         if mode == "close":
             raise EOFError
         if mode == "bytes":
             pages[-1] = pages[-1] ^ np.uint8(1)
         load = frames.Load(
-            msg.picks[:-1] if mode == "picks" else msg.picks,
+            picks[:-1] if mode == "picks" else picks,
             np.array([value ^ (mode == "sums") for value in sums], "<u8").tobytes(),
             size + (mode == "length"),
             echo(find.cache, find.keys[:stride] if mode == "echo" else find.keys),
         )
-        await pipe.send(load)
+        await pipe.send(load if found is None else replace(found, load=load))
         data = b"".join(page.tobytes() for page in pages)
         if mode in {"short", "hang"}:
-            await self._loop.sock_sendall(pipe.sock, data[: len(data) // 2])
+            await self._loop.sock_sendall(pipe.stream.sock, data[: len(data) // 2])
             if mode == "short":
                 raise EOFError
             await asyncio.sleep(3600)
-        await self._loop.sock_sendall(pipe.sock, data)
+        await self._loop.sock_sendall(pipe.stream.sock, data)

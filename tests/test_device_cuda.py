@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ if cupy.is_available():
 from kvtier.device import cuda
 from kvtier.device.base import Facts
 from kvtier.device.find import open_device
-from kvtier.device.host import HostDevice
+from kvtier.device.host import HostBuffer, HostDevice
 from kvtier.types import Code, KvtierError
 
 
@@ -98,3 +99,24 @@ def test_a_launch_hands_over_words_of_8_bytes():
     places = (ctypes.c_void_p * 2)(ctypes.addressof(words), ctypes.addressof(words) + 8)
     with pytest.raises((RuntimeError, KvtierError), match=r"libcuda|cudaError|CUDA_ERROR"), cuda.faults("a launch"):
         cupy.cuda.driver.launchKernel(0, 1, 1, 1, 32, 1, 1, 0, 0, ctypes.addressof(places), 0)
+
+
+class Never:
+    """An event that is not reached."""
+
+    done = False
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        assert timeout_s is not None, "waits for ever"
+        return False
+
+
+def test_tables_that_a_stuck_launch_holds_are_not_waited_for_for_ever():
+    """The ring is full of a launch that does not end: whoever needs room gets an error, which makes the device sick."""
+    tables = cuda.Tables.__new__(cuda.Tables)
+    tables.host = tables.there = HostBuffer(4096)
+    tables._at, tables._used = 0, deque()
+    tables._room(4096)
+    tables.sent(Never())
+    with pytest.raises(KvtierError, match="did not end a launch"):
+        tables._room(4096)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from typing import Any
 
 import msgspec
@@ -14,14 +15,15 @@ from engines import Engine, Peer, spec, tokens
 from kvtier import wire
 from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
+from kvtier.mover import Urgency
 from kvtier.store import Store
-from kvtier.store.carrier import Carrier
+from kvtier.store.carrier import Carrier, Stuck
 from kvtier.tiers.pool import Span
 from kvtier.tiers.slab import SlotState
 from kvtier.types import Code, Kind, KvtierError
 from lazydevice import LazyDevice
-from storekit import until
-from test_device_tier import hasten, over
+from storekit import until, until_sync
+from test_device_tier import hasten, joined, over, told
 
 CELL = 1024
 PAGE = spec((GroupSpec(Kind.FULL, 2, 2, CELL),))
@@ -136,6 +138,7 @@ async def test_slots_of_a_store_that_is_stuck_are_nobodys():
     async with over(lambda: device, 8) as store:
         owner = Owner(store)
         engine = await owner.open()
+        await owner.put(tokens(90), [7])  # makes the shuttle, which moves nothing itself
         reserved = await engine.reserve(KEYS)
         device.stuck = True
         hasten(store)
@@ -322,4 +325,112 @@ async def test_a_transfer_without_room_for_its_buffers_costs_only_itself():
         assert (await engine.call(wire.Commit(again.reservation, 0, PAGES))).published == PAGES
         await engine.open(msgspec.structs.replace(PAGE, model="another"))
         assert (await owner.put(keys, [0, 1, 2, 3])).published == PAGES  # by the same buffers
+        engine.leave()
+
+
+# -- a driver whose calls do not come back -----------------------------------------------------------------------------
+
+
+class Blocking(HostDevice):
+    """A device whose copies do not return, and move nothing, while the gate is shut."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def copies(self, *args: Any) -> None:
+        if self.gate.is_set():
+            super().copies(*args)
+        self.gate.wait()
+
+
+async def test_a_copy_that_never_returns_is_given_up_and_the_store_lives():
+    """The thread hangs in the driver: the tier is sick, slots it may write are nobody's, host serves."""
+    device = Blocking()
+    try:
+        async with over(lambda: device, 16) as store:
+            engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+            kept, lost = tokens(*range(4)), tokens(*range(50, 54))
+            assert await engine.put(kept) == 4  # in host, too
+            engine.patient = False
+            reserved = await engine.reserve(lost)
+            engine.write(lost, reserved)
+            vram = store.parts.vram
+            vram.carrier.checksums = told(lost)
+            device.gate.clear()
+            hasten(store)
+            assert (await engine.call(wire.Commit(reserved.reservation, 0, 4))).published == 4
+            await until(lambda: vram.state == "sick")
+            await vram.close()
+            assert "did not return" in store.report.stat(wire.Stat()).data["tiers"]["device"]["sick"]
+            (pool,) = store.parts.host.pools
+            assert pool.counts()[0][SlotState.QUARANTINED] == 4
+            assert await engine.get(kept) == await other.get(kept) == 4
+            assert (await engine.match(lost)).pages == 0
+            assert await engine.put(lost) == 4
+            assert store.parts.check() == []
+            for each in (engine, other):
+                each.leave()
+        assert vram.carrier._thread.is_alive()
+    finally:
+        device.gate.set()
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+async def test_whoever_waits_for_a_driver_that_hangs_is_let_go_once(where: str):
+    """In `begin` or `end`: Stuck for what flew, io for what had not begun, also cancelled; it is told once."""
+    carrier, told_sick = Carrier(HostDevice, 4096, deadline_s=0.05), []
+    gate, inside = threading.Event(), threading.Event()
+    carrier.on_sick = lambda: told_sick.append(carrier.sick)
+
+    def hangs(*_: Any) -> None:
+        inside.set()
+        gate.wait()
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    begin, end = (hangs, nothing) if where == "begin" else (nothing, hangs)
+    try:
+        flying = asyncio.ensure_future(carrier.do(begin, end, Urgency.LOAD))
+        await until(inside.is_set)
+        cancelled, queued = [asyncio.ensure_future(carrier.do(nothing, nothing, Urgency.LOAD)) for _ in range(2)]
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        said = await asyncio.wait_for(asyncio.gather(flying, cancelled, queued, return_exceptions=True), 20)
+    finally:
+        gate.set()
+    assert [type(each) for each in said] == [Stuck, asyncio.CancelledError, KvtierError]
+    until_sync(lambda: not carrier._thread.is_alive())
+    assert told_sick == [carrier.sick]
+    assert "did not return" in carrier.sick
+    carrier.close()
+
+
+async def test_an_end_that_fails_leaves_nobody_waiting():
+    """The device's error while a result is fetched is the word for who waits for it, too."""
+
+    def fails(_carrier: Carrier) -> None:
+        raise KvtierError(Code.IO, "the link is down")
+
+    carrier = Carrier(HostDevice, 4096)
+    with pytest.raises(Stuck, match="link is down"):
+        await asyncio.wait_for(carrier.do(lambda *_: None, fails, Urgency.LOAD), 20)
+    carrier.close()
+
+
+async def test_a_region_that_is_not_done_is_not_waited_for_for_ever():
+    """Its shuttle's work hangs: letting go of it ends in bounded time, and its memory stays mapped."""
+    device = LazyDevice(7)
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store)
+        engine = await owner.open()
+        await owner.put(KEYS, [0, 1, 2, 3])
+        (region,) = engine.process.instance.kv.values()
+        (shuttle,) = region.shuttles.values()
+        device.stuck = True
+        with pytest.raises(KvtierError, match="did not end"):
+            shuttle.close(0.01)
+        assert shuttle.sick
+        device.stuck = False
         engine.leave()

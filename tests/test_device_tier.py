@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines import Engine, content, idle, spec, tokens
+from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
@@ -409,6 +409,35 @@ async def test_what_is_on_a_failed_device_is_stored_again_and_hides_nothing(tmp_
         assert await other.get(lost) == 4
         for each in (engine, other):
             each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+@pytest.mark.parametrize("other", [WINDOW, STATE])
+async def test_a_failed_device_costs_no_page_whose_needed_items_are_elsewhere(tmp_path: Path, other: GroupSpec):
+    """It alone had a window's or a state's item: what disk has of the path goes on being served, as far as it can."""
+    wants = (wire.Want(1, np.array([1, 5], "<i4").tobytes()),) if other is STATE else ()
+    async with over(HostDevice, 64, tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec((FULL, other)))
+        keys = tokens(*range(6))
+        assert await engine.put(keys, wants=wants) == 6
+        await engine.call(wire.Flush())
+        assert store.parts.space.evict(store.parts.host.pools[0], [6, 6])
+        cache = next(iter(store.parts.caches.values()))
+        index = cache.index
+        (node,) = (node for node in index.walk() if node.live)
+        assert index.get(node, 5, Tier.DEVICE, 1) != -1
+        cache.release([index.forget(node, 5, Tier.DISK, 1)], store.parts.disk)
+        vram = store.parts.vram
+        fails(store)
+        vram._fall()
+        await vram.close()
+        assert index.copies[Tier.DEVICE] == 0
+        assert node.live == 6
+        assert not node.dead
+        assert await engine.get(keys) == (2 if other is STATE else 5)
+        engine.leave()
         await quiet(store)
         assert idle(store) == []
 

@@ -58,6 +58,19 @@ def test_a_sparse_slab_is_emptied_for_another_size(tmp_path):
         assert owner.tier.used_bytes == used
 
 
+def test_runs_that_a_restart_found_move_too(tmp_path):
+    """Cells that were read back from the catalogue are moved like any others, and stay so over the next restart."""
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB) as owner:
+        runs = full_of_holes(owner)
+    with Owner(tmp_path / "d", 4 * MIB) as owner:
+        write_large(owner, 100)
+        assert owner.tier.stats["slabs_emptied"] == 1
+        assert owner.tier.check() == []
+        still_there(owner, runs)
+    with Owner(tmp_path / "d", 4 * MIB) as owner:
+        still_there(owner, runs)
+
+
 def test_all_free_space_can_be_had_in_another_size(tmp_path):
     """Slab after slab: half the tier, scattered as single cells, is used by larger ones in the end."""
     with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB) as owner:

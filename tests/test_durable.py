@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -161,6 +162,29 @@ async def test_a_reset_that_is_not_durable_says_so(tmp_path: Path) -> None:
 def fail(_changes: object) -> None:
     """A catalogue on a device that takes no writes."""
     raise OSError(5, "injected")
+
+
+async def test_no_open_with_an_engines_epoch_succeeds_before_it_is_durable(tmp_path: Path) -> None:
+    """Neither where the first failed, nor where the first still waits: a crash would bring the old KV back."""
+    keys, gate = tokens(1, 2), threading.Event()
+    async with storing(tmp_path) as store:
+        engine, other = Engine(store), Engine(store, "other", pid=2)
+        await engine.open(spec())
+        await engine.put(keys)
+        await engine.call(wire.Flush())
+        catalogue = store.parts.disk._commits._catalogue
+        commit, catalogue.commit = catalogue.commit, fail
+        for _ in range(2):
+            with pytest.raises(KvtierError) as caught:
+                await other.open(spec(), epoch=3)
+            assert caught.value.code == Code.IO
+        catalogue.commit = lambda changes: gate.wait() and commit(changes)
+        opens = [asyncio.ensure_future(each.open(spec(), epoch=3)) for each in (engine, other)]
+        await asyncio.sleep(0.05)
+        assert not any(each.done() for each in opens)
+        gate.set()
+        assert [each.epoch for each in await asyncio.gather(*opens)] == [3, 3]
+        assert store.parts.disk.epoch(store.parts.caches[other.opened.cache].base) == 3
 
 
 async def test_flush_answers_for_what_was_committed_before_it(tmp_path: Path) -> None:

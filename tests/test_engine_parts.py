@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +14,7 @@ from kvtier.engines.vllm.lookups import Lookups
 from kvtier.engines.weights import weights_digest
 from kvtier.identity import GroupSpec, Slice
 from kvtier.types import Kind, KvtierError, Presence
+from weightkit import safetensors
 
 torch = pytest.importorskip("torch")
 
@@ -24,18 +23,6 @@ from kvtier.engines.vllm.planes import Plane
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 6, 3, 4, 8, 16
 """Of the KV that the planes' tests lay out: float32 content."""
 SPEC = GroupSpec(Kind.FULL, LAYERS, HEADS, TOKENS * CONTENT * 4)
-
-
-def safetensors(path: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """A file of weights."""
-    head, at = {}, 0
-    for name, values in tensors.items():
-        head[name] = {"dtype": "F32", "shape": values.shape, "data_offsets": [at, at + values.nbytes]}
-        at += values.nbytes
-    raw = json.dumps(head).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(struct.pack("<Q", len(raw)) + raw + b"".join(values.tobytes() for values in tensors.values()))
-    return path
 
 
 def weights(seed: int = 0, **more: np.ndarray) -> dict[str, np.ndarray]:
@@ -143,6 +130,17 @@ def test_a_key_that_is_being_written_is_asked_for_again_and_then_given_up(monkey
         asked.answer(Presence.PENDING)
     now[0] = 2.0
     assert lookups.get(b"k", "p") is False
+
+
+def test_a_look_up_that_fails_is_a_miss():
+    """Whatever the thread that asks meets with: its keys are not there, later ones are asked for as ever."""
+    asked = Asked()
+    lookups = Lookups(asked)
+    for key, error in ((b"a", OSError("disk")), (b"b", ValueError("JSON"))):
+        assert lookups.get(key, "p") is None
+        lookups.flush()
+        asked.calls.pop()[1].set_exception(error)
+        assert lookups.get(key, "p") is False
 
 
 ORDERS = {"LBHNC": (0, 1, 2, 3, 4), "LBNHC": (0, 1, 3, 2, 4), "BLHNC": (1, 0, 2, 3, 4), "BHLNC": (1, 2, 0, 3, 4)}

@@ -20,9 +20,11 @@ from kvtier.client import Client, page_keys
 from kvtier.control.carry import records
 from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
+from kvtier.device.host import HostDevice
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.store import Store, imports
-from kvtier.types import Code, Kind, KvtierError
+from kvtier.store.vram import DeviceMemory
+from kvtier.types import Code, Kind, KvtierError, Tier
 from storekit import MIB, drop_host, quiet, storing
 
 SPEC = CacheSpec("m", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 2, 1, 2048),))
@@ -59,6 +61,12 @@ async def imported(store: Store, file: Path, scope: str = "") -> dict[str, int]:
                 for at in range(0, len(payload), 5000):
                     await call(store, wire.ImportData(number, payload[at : at + 5000]))
     return (await call(store, wire.ImportEnd(number))).data["pages"]
+
+
+def ended(file: Path) -> archive.End:
+    """What a file says of itself at its end."""
+    with file.open("rb") as source:
+        return archive.decode_end(list(records(source))[-1].meta)
 
 
 def paths() -> list[bytes]:
@@ -102,6 +110,53 @@ async def test_a_cache_is_served_by_another_host(tmp_path: Path, groups: tuple[G
         engine = Engine(store)
         await engine.open(spec(groups))
         assert [await engine.get(keys) for keys in paths()] == served
+
+
+async def test_pages_that_only_a_device_has_are_exported(tmp_path: Path) -> None:
+    """They are brought to host first: of a prefix or the whole cache, the file has them all."""
+    device = DeviceMemory(HostDevice, 16 << 12, slab_bytes=4 << 12)
+    async with storing(None, device=device) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        keys = tokens(*range(8))
+        assert await engine.put(keys) == 8
+        for n, of in enumerate([wire.Prompt(), wire.Prompt(tokens=keys)]):
+            assert store.parts.space.evict(store.parts.host.pools[0], [8])
+            assert next(iter(store.parts.caches.values())).index.copies == [8, 0, 0, 0]
+            (tmp_path / str(n)).write_bytes(await exported(store, of))
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+    for n in range(2):
+        assert ended(tmp_path / str(n)) == archive.End(8, 0)
+        async with storing(None) as store:
+            assert await imported(store, tmp_path / str(n)) == {"stored": 8}
+
+
+async def test_what_cannot_be_read_ends_its_path_in_the_file_and_is_counted(tmp_path: Path) -> None:
+    """The device has pages in the middle of a path and host has no room: the file has what is before them, alone."""
+    device = DeviceMemory(HostDevice, 16 << 12, slab_bytes=4 << 12)
+    async with storing(None, host=16 << 12, device=device, cap=1.0) as store:
+        engine, other = Engine(store), Engine(store, "other", pid=2)
+        await engine.open(spec())
+        await other.open(spec())
+        other.mapped = False
+        keys = tokens(*range(10))
+        assert await engine.put(keys[: 8 * 8]) == 8
+        assert await engine.put(keys, start=8) == 2
+        cache = next(iter(store.parts.caches.values()))
+        top = next(node for node in cache.index.walk() if node.live == 8)
+        cache.release(cache.index.drop(top, 4, 8, Tier.HOST), None)
+        held = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        assert held.pages == 10
+        taken = await other.reserve(tokens(*range(50, 90)))
+        assert taken.refused == Code.NO_SPACE
+        (tmp_path / "file").write_bytes(await exported(store, wire.Prompt()))
+        await engine.call(wire.Release(held.lease))
+        await other.call(wire.Abort(taken.reservation))
+    assert ended(tmp_path / "file") == archive.End(4, 6)
+    async with storing(None) as store:
+        assert await imported(store, tmp_path / "file") == {"stored": 4}
 
 
 async def test_a_prefix_alone_is_exported(tmp_path: Path) -> None:
@@ -308,9 +363,7 @@ async def test_rot_found_by_an_export_is_left_out(tmp_path: Path) -> None:
             file.write(b"rot")
         (tmp_path / "file").write_bytes(await exported(store, wire.Prompt()))
         assert store.parts.counts["load_checksum"] == 1
-    with (tmp_path / "file").open("rb") as source:
-        last = list(records(source))[-1]
-    assert archive.decode_end(last.meta) == archive.End(39, 31)
+    assert ended(tmp_path / "file") == archive.End(39, 31)
     async with storing(None, host=16 * MIB) as store:
         assert await imported(store, tmp_path / "file") == {"stored": 39}
 

@@ -19,13 +19,17 @@ from engineproc import CELL, HEADS, LAYERS, SPEC, content, path_keys
 from fleetkit import Fleet, Host, free_ports, until, write_secrets
 from kvtier.client import Client
 from kvtier.identity import Slice
+from kvtier.peer.base import Place
+from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
 from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import LACKS_S
 from kvtier.peer.ring import homes, rungs
 from kvtier.peer.secrets import read
+from kvtier.peer.terms import Terms
 from kvtier.types import Presence
 from liar import MODES, Liar
+from storekit import until as soon
 
 RECOVERY_S = 5.0
 PATHS = [[100 * n + page for page in range(5)] for n in range(1, 13)]
@@ -127,6 +131,34 @@ def test_whatever_a_peer_sends_nothing_wrong_is_served_and_nothing_leaks(tmp_pat
         host.put(path)
         assert host.get(path) == len(path)
         host.emptied()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "more"])
+async def test_what_comes_with_an_answer_is_checked_like_what_is_fetched(tmp_path: Path, mode: str) -> None:
+    """On a connection in use pages come with the answer to the question for them: a lie there is a miss, too."""
+    secrets, keys = read(write_secrets(tmp_path / "secrets", ["uid:0"])), path_keys([1, 2, 3])
+    nodes = {name: ("127.0.0.1", port) for name, port in zip(("near", "z"), free_ports(2), strict=True)}
+    with Liar(secrets, nodes["z"][1], mode) as liar:
+        tier = Direct(nodes, Terms("near", secrets, 1.0))
+        tier.start()
+        try:
+            await soon(lambda: tier.status()[0]["up"])
+            shared = tier.shared(SPEC, "uid:0", 0)
+            assert await tier.depth("z", shared, keys) == 3
+            assert liar.fetches == 0
+            places = [Place(0, at, [np.zeros(SPEC.groups[0].item_bytes, np.uint8)]) for at in range(3)]
+            sums: list[int | None] = [None]
+            for source in await tier.find(shared, keys, 0):
+                sums = await source.fetch(places)
+                source.close()
+            assert liar.fetches == 1
+            assert None in sums
+            for place, value in zip(places, sums, strict=False):
+                whole = content(keys[: (place.page + 1) * SPEC.stride]).reshape(-1)
+                assert value is None or np.array_equal(place.views[0], whole)
+            assert tier.counts["peer_failures"] == 1
+        finally:
+            await tier.close()
 
 
 def test_a_home_that_fails_in_a_fetch_is_followed_by_the_next_in_the_same_request(tmp_path: Path) -> None:

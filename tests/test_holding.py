@@ -15,7 +15,8 @@ from engines import FULL, STATE, Engine, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
 from kvtier.mover import Mover, Urgency
-from kvtier.store import Store
+from kvtier.store import Store, slices
+from kvtier.store.peers import Guest
 from kvtier.types import Code, Kind, KvtierError
 from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
 
@@ -448,6 +449,88 @@ async def test_a_handle_that_is_polled_with_more_tokens_stays_within_the_bound()
         with pytest.raises(KvtierError) as caught:
             await engine.match(part, handles[-1])
         assert caught.value.code == Code.OVER_CAP
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_a_cache_that_a_peer_pushes_to_is_not_forgotten_while_it_waits_for_room(
+    tmp_path: Path, *, keyed: bool
+) -> None:
+    """An engine that leaves meanwhile does not take the cache's memory out of the books."""
+    disk = Failing()
+    async with storing(tmp_path, host=MIB, calls=disk, cap=1.0) as store:
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096),), page_tokens=1))
+        disk.gate.clear()
+        assert await engine.put(tokens(*range(256), page_tokens=1)) == 256
+        key = {"key_bytes": 16} if keyed else {}
+        cache = store.parts.cache(spec((GroupSpec(Kind.FULL, 1, 1, 8192),), page_tokens=1, **key), "uid:0", 0)
+        guest = Guest(store.parts, "home", MIB)
+        if keyed:
+            waits = asyncio.ensure_future(guest.reserve_keys(store.keys, cache, 0, bytes(range(64))))
+        else:
+            waits = asyncio.ensure_future(guest.reserve(store.tokens, cache, tokens(1, 2, page_tokens=1), 0, {}))
+        await asyncio.sleep(0.01)
+        assert not waits.done()  # nothing can go before it is on disk
+        Engine(store, "other", pid=2).leave()
+        assert store.parts.caches.get(cache.number) is cache
+        disk.gate.set()
+        assert (await waits).pages == (4 if keyed else 2)
+        assert store.parts.check() == []
+        guest.end(store.commits)
+        engine.leave()
+        await quiet(store)
+        assert cache.number not in store.parts.caches
+        assert idle(store) == []
+
+
+async def test_a_reset_frees_what_is_old_beside_requests_that_find_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have their turn after each slice, however much there is; in the end memory and disk are empty."""
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    async with storing(tmp_path) as store:
+        engine, other = Engine(store), Engine(store, "other", pid=2)
+        await engine.open(spec())
+        await other.open(spec())
+        for n in range(40):
+            await engine.put(tokens(n, 1, 2))
+        lease = await other.call(wire.Acquire((await other.match(tokens(39, 1, 2))).handle))
+        await engine.call(wire.Flush())
+        old = store.parts.caches[engine.opened.cache]
+        reset = asyncio.ensure_future(engine.call(wire.Reset(old.number)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            assert (await other.match(tokens(39, 1, 2))).pages == 0
+        assert old.index.nodes > 20
+        assert old.disk is not None
+        engine.opened = await reset
+        other.verify(tokens(39, 1, 2), lease.items[0])
+        await other.call(wire.Release(lease.lease))
+        for each in (engine, other):
+            each.leave()
+        await until(lambda: not store.parts.freeing and not store.parts.disk.used_bytes)
+        assert idle(store) == []
+        assert old.number not in store.parts.caches
+        assert not any(pool.used(0) for pool in store.parts.host.pools)
+
+
+async def test_a_drain_right_after_a_reset_leaves_nothing_of_the_old_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not freed by then is gone from disk all the same, and is not waited for."""
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for n in range(200):
+            await engine.put(tokens(n))
+        await engine.call(wire.Flush())
+        old = store.parts.caches[engine.opened.cache]
+        store.parts.retire(old)
+        await asyncio.sleep(0)
+    assert old.index.nodes
+    async with storing(tmp_path) as store:
+        assert store.parts.disk.caches() == {}
 
 
 async def test_resets_leave_no_caches_behind() -> None:

@@ -40,12 +40,39 @@ async def test_one_worker_is_kept_for_loads() -> None:
         await asyncio.gather(*others)
 
 
+async def test_reads_of_a_disk_that_hangs_hold_up_no_engine() -> None:
+    """However many loads and scrubs wait for it, checksums and copies of host memory go on."""
+    gate = threading.Event()
+    with mover(threads=3) as moving:
+        kinds = [Urgency.BACKGROUND, *10 * [Urgency.LOAD], Urgency.BACKGROUND]
+        others = [asyncio.ensure_future(moving.run(gate.wait, urgency=urgency)) for urgency in kinds]
+        while moving.running < 2:
+            await asyncio.sleep(0.001)
+        for _ in range(10):
+            assert await moving.run(lambda: "summed") == "summed"
+        gate.set()
+        await asyncio.gather(*others)
+
+
+async def test_a_scrub_of_a_disk_that_hangs_holds_up_no_load() -> None:
+    """With one background batch that does not end there is a worker for loads and one for engines."""
+    gate = threading.Event()
+    with mover(threads=3) as moving:
+        stuck = asyncio.ensure_future(moving.run(gate.wait, urgency=Urgency.BACKGROUND))
+        while moving.running < 1:
+            await asyncio.sleep(0.001)
+        sums = [asyncio.ensure_future(moving.run(gate.wait)) for _ in range(5)]
+        assert await moving.run(lambda: "loaded", urgency=Urgency.LOAD) == "loaded"
+        gate.set()
+        await asyncio.gather(stuck, *sums)
+
+
 async def test_the_urgent_overtake_and_background_runs_one_at_a_time() -> None:
     """Among what waits, loads go before engines' work and that before background."""
     gate, order = threading.Event(), []
-    with mover(threads=2) as moving:
-        block = [asyncio.ensure_future(moving.run(gate.wait, urgency=Urgency.LOAD)) for _ in range(2)]
-        while moving.running < 2:
+    with mover(threads=3) as moving:
+        block = [asyncio.ensure_future(moving.run(gate.wait, urgency=u)) for u in (Urgency.LOAD, *2 * [Urgency.ENGINE])]
+        while moving.running < 3:
             await asyncio.sleep(0.001)
         waiting = [
             asyncio.ensure_future(moving.run(order.append, urgency, urgency=urgency))

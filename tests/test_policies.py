@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from array import array
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from engines import spec, tokens
 from kvtier.index import Order, RadixIndex
 from kvtier.policy import DEFAULT, ByKind, Counting, Ghosts, every, load, path_of
-from kvtier.policy.ages import EDGES, WIDTHS, Ages, at_age
+from kvtier.policy.ages import EDGES, WIDTHS, Ages, Waits, at_age
 from kvtier.policy.ghosts import MOST
+from kvtier.policy.kinds import HEARD
 from kvtier.replay.drive import replay
 from kvtier.replay.trace import Mix, read, segments
 from kvtier.sizing.replay import belady_hits, lru_hits
@@ -89,8 +91,6 @@ class Forest:
 
     def store(self, keys: bytes, first: int, pages: int) -> None:
         """New pages at the end of a path."""
-        from array import array
-
         node = self.index.extend(keys, self.now)
         self.index.lease(node)
         at = first - node.depth
@@ -182,6 +182,35 @@ def test_the_store_serves_by_it(policy, trace, spare):
         assert hits == lru_hits(trace, pages)
 
 
+def test_policies_choose_among_the_first_leaves():
+    """Whatever was used, leased or evicted since the last choice: each head is the first free leaf of its lane."""
+    forest = Forest("heat", 30)
+    policy, pick = forest.order.policy, forest.order.policy.pick
+
+    def checked(heads: list, now: float) -> int:
+        first: dict[int, float] = {}
+        for node in forest.index.walk():
+            if node.tier_leaf(Tier.HOST) and not node.refs:
+                lane = policy.lane(node)
+                first[lane] = min(first.get(lane, node.time), node.time)
+        assert {lane: head.time for lane, head in enumerate(heads) if head is not None} == first
+        return pick(heads, now)
+
+    policy.pick = checked
+    draw = random.Random(5)
+    held: list = []
+    for _ in range(1500):
+        keys = tokens(*(draw.randrange(4) for _ in range(draw.randrange(1, 5))), page_tokens=1)
+        forest.request(keys)
+        other = tokens(*(draw.randrange(4) for _ in range(4)), page_tokens=1)
+        node, pages = forest.index.deepest(other)
+        if pages and draw.random() < 0.1:
+            held.append(forest.index.ending_at(node, pages))
+            forest.index.lease(held[-1])
+        if len(held) > 2:
+            forest.index.unlease(held.pop(0))
+
+
 def _ghosts(policy: object) -> list[Ghosts]:
     """Every memory of evicted pages that a policy has."""
     found = []
@@ -197,9 +226,18 @@ def test_memory_of_evicted_pages_is_bounded(policy):
         forest.request(tokens(*(n * 10 + k for k in range(10)), page_tokens=1))
         for ghosts in _ghosts(forest.order.policy):
             assert len(ghosts) <= 400
-    numbers = [v for v in vars(forest.order.policy).values() if isinstance(v, (list, dict, set))]
-    assert sum(map(len, numbers)) <= 96
+    numbers = [v for v in vars(forest.order.policy).values() if isinstance(v, (list, dict, set, array, np.ndarray))]
+    assert sum(map(len, numbers)) <= 256 + HEARD
     assert len(forest.order) <= 4 * forest.index.nodes + 2048
+
+
+@pytest.mark.parametrize("name", ["heat", "adaptive", "foresight"])
+def test_what_is_to_be_learnt_is_bounded(name):
+    """However often pages are used while none come, the waits that were not looked into yet stay few."""
+    forest = Forest(name, 20)
+    for n in range(HEARD):
+        forest.request(tokens(n % 3, page_tokens=1))
+    assert len(forest.order.policy._heard) <= HEARD
 
 
 def test_ghosts_of_a_large_tier_are_a_sample():
@@ -293,21 +331,22 @@ def test_kinds_are_learnt():
 def test_waits_are_counted_where_they_were(waits):
     """Whatever waited from one age to another counts in each bin for as long as it was in it."""
     seen = Ages(1)
-    for since, until, pages, used in waits:
-        seen.wait(0, since, until, pages, used=used)
+    seen.wait(Waits.of(array("d", [n for since, until, pages, used in waits for n in (0, since, until, pages, used)])))
     there = np.array(seen._part) + np.cumsum(seen._whole)[:-1] * WIDTHS
     for number, (lo, hi) in enumerate(pairwise(EDGES)):
         spent = sum(pages * max(0.0, min(until, hi) - max(since, lo)) for since, until, pages, _ in waits)
         assert there[number] == pytest.approx(spent, abs=1e-6)
-    assert sum(seen._used) == sum(pages for since, until, pages, used in waits if used and until > since)
+    assert seen._used.sum() == sum(pages for since, until, pages, used in waits if used and until > since)
 
 
 def test_what_comes_back_after_a_while_is_worth_its_wait():
     """Uses at one age only: before it pages are worth more and more, after it next to nothing; hotter kinds more."""
     seen = Ages(2)
+    heard = array("d")
     for n in range(4000):
         kind, used = n % 2, n % 8 in {0, 1, 3, 5}
-        seen.wait(kind, 0.0, 1.0 if used else 3.0, 1, used=used)
+        heard.extend((kind, 0.0, 1.0 if used else 3.0, 1, used))
+    seen.wait(Waits.of(heard))
     seen.learn(1000)
     cold, hot = seen.worth()
     assert at_age(hot, 0.2) < at_age(hot, 0.5) < at_age(hot, 0.9)
@@ -328,3 +367,16 @@ def test_the_default_is_never_far_below_lru(name):
         assert heat >= lru - 0.5, percent
         if name == "mooncake_conversation" and percent <= 5:
             assert heat > lru, percent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "percent"), [("mooncake_conversation", 5), ("mooncake_synthetic", 5), ("kvct_claudecode", 1)]
+)
+def test_adaptive_is_never_far_below_the_best_of_the_others(name, percent):
+    """On second halves, what was learnt before included, it hits at most a point less than any policy that ships."""
+    requests = read([published(name)], Mix())
+    pages, first = [requests.blocks * percent // 100], len(requests.leaf) // 2
+    hits = {each.name: 100 * asyncio.run(replay(requests, each.name, pages, first)).ratio for each in every()}
+    assert hits["adaptive"] >= max(hits.values()) - 1.0, hits

@@ -18,8 +18,9 @@ from kvtier.identity import GroupSpec
 from kvtier.policy.quota import Rule, parse
 from kvtier.store import persist, quotas
 from kvtier.store.quotas import Quotas
+from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, Kind, KvtierError, Tier
-from storekit import MIB, drop_host, quiet, storing, until
+from storekit import MIB, drop_host, maker, quiet, storing, until
 
 PAGE = 65536
 
@@ -145,6 +146,26 @@ async def test_a_limit_on_disk(tmp_path):
         assert held(store, other, Tier.DISK) == 4
         assert held(store, engine, Tier.HOST) == 24
         assert store.parts.check() == []
+
+
+async def test_a_limit_on_a_device():
+    """The tenant's oldest pages leave the device and stay in host; another's, older still, stay where they are."""
+    memory = DeviceMemory(maker("cpu"), 16 * MIB, slab_bytes=4 * PAGE, deadline_s=30.0)
+    async with storing(None, host=16 * MIB, device=memory) as store:
+        store.limit(limited(pages=10, tier=Tier.DEVICE))
+        other, engine = await engine_of(store, b"b"), await engine_of(store, b"a")
+        for n in range(3):
+            assert await other.put(path(n)) == 4
+        for n in range(6):
+            assert await engine.put(path(n), wait_ms=5000) == 4
+            assert held(store, engine, Tier.DEVICE) <= 10
+        assert held(store, other, Tier.DEVICE) == 12
+        assert held(store, engine, Tier.HOST) == 24
+        assert await engine.get(path(0)) == 4
+        assert held(store, engine, Tier.DEVICE) <= 10
+        assert store.parts.check() == []
+        engine.leave()
+        other.leave()
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
@@ -289,9 +310,9 @@ async def test_whatever_is_asked_limits_hold(requests, pages):
 
 def test_rules_as_text():
     """Kinds, tiers and sizes; the first that fits is the rule."""
-    rules = parse("tenant=6163 host=2GiB disk=20GiB; scope=uid:7 host=1M;;", size)
+    rules = parse("tenant=6163 device=1GiB host=2GiB disk=20GiB; scope=uid:7 host=1M;;", size)
     assert rules == [
-        Rule("tenant", "6163", {Tier.HOST: 2 << 30, Tier.DISK: 20 << 30}),
+        Rule("tenant", "6163", {Tier.DEVICE: 1 << 30, Tier.HOST: 2 << 30, Tier.DISK: 20 << 30}),
         Rule("scope", "uid:7", {Tier.HOST: 1 << 20}),
     ]
     assert rules[0].fits(b"x", b"ac", "uid:1")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from engines import Engine, content, idle, spec, tokens
+from engines import FULL, STATE, Engine, content, idle, spec, tokens
 from kvtier import wire
-from kvtier.store import Store
+from kvtier.store import Store, scrub
+from kvtier.store.scrub import Place
 from kvtier.types import Tier
-from storekit import drop_host, quiet, storing
+from storekit import drop_host, quiet, storing, until
 
 KEYS = tokens(*range(1, 9))
 
@@ -41,7 +43,11 @@ def rot_host(engine: Engine, page: int) -> None:
 
 def rot_disk(folder: Path, page: int) -> None:
     """Flip a bit of a page's bytes in the extent file."""
-    needle = content(KEYS[: (page + 1) * 8], 0, 4000).tobytes()
+    flip(folder, content(KEYS[: (page + 1) * 8], 0, 4000).tobytes())
+
+
+def flip(folder: Path, needle: bytes) -> None:
+    """Flip a bit of these bytes wherever a file has them."""
     extents = next(f for f in folder.rglob("*") if f.is_file() and needle in f.read_bytes())
     at = extents.read_bytes().index(needle) + 99
     with extents.open("r+b") as file:
@@ -115,6 +121,43 @@ async def test_rot_without_another_copy_is_a_miss_from_there_on(tmp_path: Path) 
         engine.leave()
         await quiet(store)
         assert idle(store) == []
+
+
+async def test_a_copy_that_two_readers_find_rotten_is_lost_once(tmp_path: Path) -> None:
+    """The second one must not count it again: the books would be wrong for good."""
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec((FULL, STATE)))
+        await engine.put(KEYS, wants=(wire.Want(1, np.array([3, 7], "<i4").tobytes()),))
+        await engine.call(wire.Flush())
+        cache = store.parts.caches[engine.opened.cache]
+        flip(tmp_path, content(KEYS[: 4 * 8], 1, cache.item_bytes[1]).tobytes()[:4096])
+        place = next(p for p in store.scrub.places((Tier.DISK,)) if (p.group, p.page) == (1, 3))
+        await asyncio.gather(store.scrub.check(place), store.scrub.check(place))
+        assert store.parts.counts["load_checksum"] == 1
+        assert store.parts.check() == []
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_a_copy_that_cannot_be_checked_does_not_end_the_scrub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round goes on with the next one, and others follow."""
+    async with storing(tmp_path, scrub_bytes_s=1e9) as store:
+        check, failed = store.scrub.check, []
+
+        async def once(place: Place) -> int:
+            if not failed:
+                failed.append(place)
+                raise RuntimeError("injected")
+            return await check(place)
+
+        monkeypatch.setattr(store.scrub, "check", once)
+        monkeypatch.setattr(scrub, "REST_S", 0.01)
+        await filled(store)
+        await until(lambda: failed and store.parts.counts["scrubbed_bytes"], 30.0)
 
 
 @pytest.mark.parametrize("rate", [1e9])

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvtier import wire
+from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
 from sglangkit import PAGE, Engine, config, make_model, needs_sglang
 from vllmkit import prompt, texts
@@ -57,6 +59,12 @@ def until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def pages(daemon: Daemon) -> int:
+    """Pages that the daemon has."""
+    with Admin(daemon.socket.with_name("admin.sock"), 10) as admin:
+        return int(admin.ask(wire.Status(), wire.Info).data["pages"])
 
 
 # -- SGLang's host pools -----------------------------------------------------------------------------------------------
@@ -275,6 +283,12 @@ def test_an_engine_survives_its_daemon_and_changed_weights(home: Daemon, model: 
         back = engine.again(ask)
         assert back[0]["cached"] == 0
         assert texts(back) == texts(want)
+        engine.tell("scale", model=str(model), by=-3.0, flush=False)
+        longer, before = [ask[0] + prompt(200, 32)], pages(home)
+        engine.generate(longer)  # goes on from KV of the old weights, and is stored
+        until(lambda: pages(home) > before)
+        assert engine.again(longer)[0]["cached"] == 0
+        assert texts(engine.again(ask)) == texts(changed)
     with started(tmp_path, model, home) as fresh:
         got = fresh.generate(ask)
     assert got[0]["cached"] == WHOLE

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import sys
 import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -65,6 +70,71 @@ def test_indices_that_are_not_those_of_the_keys_are_a_miss(daemon: Daemon):
             assert pool.store(["a", "b"], indices) == [False, False]
             assert pool.load(["a", "b"], indices) == [False, False]
         assert pool.store([], slots(0, 0)) == []
+
+
+def test_one_call_moves_pages_of_one_cache_though_weights_change_meanwhile(daemon: Daemon):
+    """A store of several parts that began with the old weights' cache ends there: nothing of it is the new one's."""
+    memory, keys = Memory(96), [hashlib.sha256(b"one %d" % n).hexdigest() for n in range(96)]
+    spec = CacheSpec("m", b"f" * 16, "x", PAGE, (GroupSpec(Kind.FULL, 1, 1, 2 * HALF),), key_bytes=32)
+    with Client(daemon.socket, timeout_s=20.0) as client:
+        old, new = client.open(spec), client.open(msgspec.structs.replace(spec, revision="changed"))
+        pool = Pool(memory, old)
+
+        class Changing(list):
+            """Keys whose first part is followed by a change of weights."""
+
+            def __getitem__(self, part: slice) -> list[str]:
+                if part.start:
+                    pool.cache = new
+                return list.__getitem__(self, part)
+
+        done = pool.store(Changing(keys), slots(0, 96))
+        assert pool.cache is new
+        assert sum(done) >= 64
+        assert not any(pool.exists(keys))
+        pool.cache = old
+        assert pool.exists(keys) == done
+
+
+@pytest.fixture
+def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module that counts changes of weights, beside classes that have SGLang's names."""
+    places = {"WeightUpdater": "model_executor.model_runner_components.weight_updater",
+              "HiCacheController": "managers.cache_controller"}  # fmt: skip
+    members = {
+        "WeightUpdater": [
+            "update_weights_from_disk", "load_weights_from_distributed", "update_weights_from_tensor",
+            "update_weights_from_ipc",
+        ], "HiCacheController": ["reset"],
+    }  # fmt: skip
+    for name, place in places.items():
+        parts = ["sglang", "srt", *place.split(".")]
+        for depth in range(1, len(parts) + 1):
+            path = ".".join(parts[:depth])
+            monkeypatch.setitem(sys.modules, path, sys.modules.get(path, ModuleType(path)))
+        kind = type(name, (), {each: lambda _: None for each in members[name]})
+        monkeypatch.setattr(sys.modules[".".join(parts)], name, kind, raising=False)
+    yield importlib.import_module("kvtier.engines.sglang.reload")
+    del sys.modules["kvtier.engines.sglang.reload"]
+
+
+def test_a_flush_after_a_change_of_weights_counts_as_one(reload: Any):
+    """SGLang stores KV of old weights until it flushes, however late: what is stored before that is not found after.
+
+    A flush before any change leaves the engine's pages shared, and later ones what was computed since.
+    """
+    reload.watch()
+    controller, updater = reload.HiCacheController(), reload.WeightUpdater()
+    controller.reset()
+    assert reload.count() == 0
+    updater.update_weights_from_tensor()
+    changed = reload.count()
+    assert changed > 0
+    controller.reset()
+    flushed = reload.count()
+    assert flushed > changed
+    controller.reset()
+    assert reload.count() == flushed
 
 
 def test_keys_have_32_bytes_whatever_they_are():

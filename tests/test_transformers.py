@@ -369,6 +369,7 @@ REFUSED = {
     "inputs_embeds": torch.zeros(1, 4, 64), "pixel_values": torch.zeros(1, 3, 8, 8), "position_ids": torch.zeros(1, 4),
     "past_key_values": None, "num_beams": 2, "num_return_sequences": 3, "cache_implementation": "quantized",
     "use_cache": False, "prompt_lookup_num_tokens": 3, "assistant_model": None, "custom_generate": None,
+    "token_healing": True,
 }  # fmt: skip
 
 
@@ -436,3 +437,49 @@ def test_rope_kinds_are_found_in_nested_settings():
 def _keys(tokens: Any) -> bytes:
     """Page keys of a row of tokens."""
     return tokens.numpy().astype("<i4").tobytes()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_switching_scaling_or_merging_an_adapter_never_serves_the_kv_of_another(place: Place):
+    """A LoRA, whose switches leave every weight alone: each state of it has KV of its own, and finds that again."""
+    peft = pytest.importorskip("peft")
+    model = llama()
+    options = {"r": 4, "target_modules": ["k_proj", "v_proj"], "init_lora_weights": False}
+    tuned = peft.get_peft_model(model, peft.LoraConfig(**options), "red").eval()
+    tuned.add_adapter("blue", peft.LoraConfig(**options))
+    kv = attached(tuned, place)
+    ids = prompt(4 * PAGE)
+    layer = model.model.layers[0].self_attn.k_proj
+
+    def hits(times: int) -> list[int]:
+        """Tokens that came from the cache, time after time."""
+        found = []
+        for _ in range(times):
+            assert torch.equal(kv.generate(ids, **GREEDY), plain(tuned, ids))
+            found.append(kv.last.hit_tokens)
+        return found
+
+    assert hits(2) == [0, 3 * PAGE]
+    tuned.set_adapter("blue")
+    assert hits(2) == [0, 3 * PAGE]
+    with tuned.disable_adapter():
+        assert hits(2) == [0, 3 * PAGE]
+    layer.set_scale("blue", 3.0)
+    assert hits(2) == [0, 3 * PAGE]
+    tuned.set_adapter("red")
+    assert hits(1) == [0], "filed under the weights' whole bytes since the first switch"
+    tuned.set_adapter("blue")
+    assert hits(1) == [3 * PAGE]
+    tuned.merge_adapter()
+    assert hits(1) == [0]
+    kv.client.close()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_learnt_prompt_is_refused(place: Place):
+    """Virtual tokens have KV that no token id names."""
+    peft = pytest.importorskip("peft")
+    with pytest.raises(KvtierError, match="learnt prompt"):
+        attached(
+            peft.get_peft_model(llama(), peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")), place
+        )

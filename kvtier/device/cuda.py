@@ -34,6 +34,8 @@ NOT_READY: Final = 600
 POLL_S: Final = 1e-4
 TABLE_BYTES: Final = 4 << 20
 TABLE_ALIGN: Final = 256
+ROOM_S: Final = 10.0
+"""A launch that still has its tables after this time is stuck."""
 MAPPED: Final = 3
 """Portable and mapped, as cudaHostAlloc and cudaHostRegister name it: kernels reach it by its own address."""
 
@@ -217,7 +219,10 @@ class Tables:
         self._used: deque[tuple[int, int, Event | None]] = deque()
 
     def put(self, arrays: Sequence[Array], stream: CudaStream) -> list[int]:
-        """Device addresses of arrays, there before what the stream does next. Blocks while the ring is full."""
+        """Device addresses of arrays, there before what the stream does next.
+
+        Blocks while the ring is full. Raises KvtierError(io) where it stays full.
+        """
         sizes = [align_up(array.nbytes, TABLE_ALIGN) for array in arrays]
         at, addresses = self._room(sum(sizes)), []
         first = at
@@ -243,8 +248,8 @@ class Tables:
         first = self._at if self._at + size <= self.host.bytes else 0
         while self._used and any(lo < first + size and first < hi for lo, hi, _ in self._used):
             event = self._used.popleft()[2]
-            if event is not None:
-                event.synchronize()
+            if event is not None and not event.synchronize(ROOM_S):
+                raise KvtierError(Code.IO, f"the GPU did not end a launch within {ROOM_S:.0f} s")
         self._at = first + size
         self._used.append((first, self._at, None))
         return first

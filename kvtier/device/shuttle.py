@@ -27,6 +27,7 @@ MOST_PAGES: Final = 512
 MOST_TRANSFERS: Final = 16
 """Transfers in flight."""
 STAGE_ALIGN: Final = 256
+CLOSE_S: Final = 10.0
 
 
 FEW_BLOCKS: Final = 8
@@ -213,12 +214,17 @@ class Shuttle:
         transfer.done = self._scatter.record()
         transfer.layers.append(transfer.done)
 
-    def close(self) -> None:
-        """Wait for what is in flight and give the memory back; a sick one keeps it. Raises KvtierError(io)."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Wait for what is in flight and give the memory back. Raises KvtierError(io).
+
+        One that is sick, or is not done in `timeout_s`, keeps it: a stuck kernel may still write.
+        """
         if self.sick:
-            return  # a stuck kernel would be waited for, and may still write
+            return
         for stream in (self._gather, self._out, self._in, self._scatter):
-            stream.synchronize()
+            if not stream.record().synchronize(timeout_s):
+                self.sick = f"what was in flight did not end within {timeout_s} s"
+                raise KvtierError(Code.IO, self.sick)
         for memory in (*(stage.memory for stage in (*self._down, *self._up)), self._sums):
             memory.free()
         self._down, self._up = [], []

@@ -43,6 +43,27 @@ def version(model: Any) -> int:
     return hash(tuple((t.data_ptr(), 0 if t.is_inference() else t._version) for _, t in tensors(model)))  # noqa: SLF001
 
 
+def adapters(model: Any) -> str:
+    """PEFT's adapters in effect, with their scale, in each layer that has any: switching one leaves all weights alone.
+
+    Their names and a digest; empty where there are none. Raises bad_request for prompts that are learnt, which have no
+    tokens.
+    """
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise bad("model", "adapters of weights: a learnt prompt has KV that no token names")
+    names: set[str] = set()
+    digest = hashlib.sha256()
+    for layer, module in model.named_modules():
+        if not isinstance(getattr(type(module), "disable_adapters", None), property):
+            continue
+        active = [] if module.disable_adapters else list(module.active_adapters)
+        merged = sorted(getattr(module, "merged_adapters", ()))  # into the weights, through `.data`
+        scales = getattr(module, "scaling", {})
+        names.update(active, merged)
+        _add(digest, repr((layer, [(name, scales.get(name)) for name in active], merged)).encode())
+    return f"{','.join(sorted(names))} {digest.hexdigest()[:16]}" if names else ""
+
+
 def tensors(model: Any) -> Iterator[tuple[str, Any]]:
     """Parameters and buffers by name, those that are not saved with the model (rotary tables) included."""
     yield from sorted(model.named_parameters(remove_duplicate=False))

@@ -17,7 +17,7 @@ from transformers import __version__ as release
 
 from kvtier.client import Cache, Client, Path, page_keys
 from kvtier.engines.dynamic import cache_argument, layout_of, new_cache
-from kvtier.engines.fingerprint import fingerprint, version
+from kvtier.engines.fingerprint import adapters, fingerprint, version
 from kvtier.engines.images import INPUTS, TYPES, Images, forget_positions, placeholder
 from kvtier.engines.points import Points
 from kvtier.identity import CacheSpec
@@ -32,10 +32,11 @@ ALLOWED: Final = frozenset(vars(GenerationConfig())) | {
 }  # fmt: skip
 """Options of `generate` that change which tokens come out, but not what KV a token's prefix has."""
 
-ONE_SEQUENCE: Final = {"num_beams": 1, "num_return_sequences": 1}
+PLAIN: Final = {"num_beams": 1, "num_return_sequences": 1, "token_healing": False}
+"""One sequence a row, of the very tokens that were given."""
 UNTOUCHED: Final = ("prompt_lookup_num_tokens", "use_cache")
 CACHES: Final = frozenset({None, "dynamic", "static"})
-PREFILL: Final[dict[str, Any]] = ONE_SEQUENCE | {
+PREFILL: Final[dict[str, Any]] = PLAIN | {
     "max_new_tokens": 1, "do_sample": False, "use_cache": True, "cache_implementation": None,
 }  # fmt: skip
 """A `generate` that computes its tokens and nothing else: what it chooses next is dropped."""
@@ -170,7 +171,7 @@ class Attached:
     def _identify(self, *, exact: bool) -> None:
         """Open the cache of the model as it is now; where that ends early, the next request does it again."""
         self._version: int | None = None
-        seen, adapter = version(self.model), _adapters(self.model)
+        seen, adapter = version(self.model), adapters(self.model)
         self._argument = cache_argument(self.model)
         self.layout = layout_of(self.model, self._page_tokens)
         states = self.layout.states
@@ -190,7 +191,7 @@ class Attached:
 
     def _notice_new_weights(self) -> None:
         """Never serve KV of weights that are gone."""
-        if version(self.model) != self._version or _adapters(self.model) != self._adapter:
+        if version(self.model) != self._version or adapters(self.model) != self._adapter:
             self.refingerprint()
 
     # -- what comes in -------------------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class Attached:
         for name in options:
             if name not in ALLOWED:
                 raise bad(name, "only what token ids identify and options of GenerationConfig")
-        for name, value in ONE_SEQUENCE.items():
+        for name, value in PLAIN.items():
             if (got := self._option(name, options)) not in (None, value):
                 raise bad(name, str(value), got)
         for name in UNTOUCHED:
@@ -351,10 +352,3 @@ class Attached:
                 stored += written
                 first += held.pages
         return stored
-
-
-def _adapters(model: Any) -> str:
-    """Names of the LoRA adapters in effect; switching one leaves the weights' bytes alone."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return ""
-    return ",".join(model.active_adapters())

@@ -59,6 +59,8 @@ class Copies:
         self.held = [[0] * self.groups for _ in range(TIERS)]
         """Copies by tier and group."""
         self.watch: Watch | None = None
+        self.closed = False
+        """Nothing is found any more: all that is here is on its way out."""
         self.version = 0
         """Grows with whatever changes in nodes or copies."""
         self.copies = [0] * TIERS

@@ -31,7 +31,7 @@ class KeyedIndex(Index):
     def find(self, name: bytes) -> Node | None:
         """The node of a key, published or not."""
         children = self.root.children
-        return None if children is None else children.get(name)
+        return None if children is None or self.closed else children.get(name)
 
     def ensure(self, name: bytes, now: float) -> Node:
         """The node of a key, made unpublished if there was none."""

@@ -21,6 +21,8 @@ ANY: Final = -1
 MOST_MOVED: Final = 64
 """Entries of another quota that a look for one's own passes on at once."""
 Entry = tuple[float, int, "Node", Any]
+Heads = tuple[list["Node | None"], list[float]]
+"""The first leaf of each of the policy's lanes, and when each was last used, as they were last seen."""
 
 
 class Warmth(Protocol):
@@ -90,13 +92,14 @@ class Order:
     somebody asked to keep for a while go after them, the first to run out first.
     """
 
-    __slots__ = ("_last", "_shares", "_stale", "_tie", "policy", "tier")
+    __slots__ = ("_heads", "_last", "_shares", "_stale", "_tie", "policy", "tier")
 
     def __init__(self, tier: int, policy: Ranking) -> None:
         self.tier = tier
         self.policy = policy
         self._shares: dict[int, list[list[Entry]]] = {0: self._lanes()}
         """By quota, 0 for what is under none: a heap for each lane."""
+        self._heads: dict[int, Heads] = {}
         self._last = self.policy.lanes + 1
         self._tie = 0
         self._stale = 0
@@ -206,16 +209,41 @@ class Order:
 
     def _pick(self, heaps: list[list[Entry]], share: int, now: float, own: bool) -> int:
         """The lane whose first leaf goes next, -1 where there is none."""
-        if self._head(heaps, share, 0, own) is not None:
+        if heaps[0] and self._head(heaps, share, 0, own) is not None:
             return 0
         if self._last == 2:
             lane = 1 if self._head(heaps, share, 1, own) is not None else -1
         else:
-            heads = [self._head(heaps, share, lane, own) for lane in range(1, self._last)]
-            lane = self.policy.pick(heads, now) + 1 if any(head is not None for head in heads) else -1
+            lane = self._chosen(heaps, share, now, own)
         if lane > 0:
             return lane
-        return self._last if self._head(heaps, share, self._last, own) is not None else -1
+        return self._last if heaps[-1] and self._head(heaps, share, self._last, own) is not None else -1
+
+    def _chosen(self, heaps: list[list[Entry]], share: int, now: float, own: bool) -> int:
+        """The policy's lane, -1 where all are empty.
+
+        With many lanes most heads are those of the last time; what shows at once is looked at for all of them, all
+        else for the one that is taken.
+        """
+        heads, times = self._heads.setdefault(share, ([None] * (self._last - 1), [0.0] * (self._last - 1)))
+        checked = 0
+        for number, seen in enumerate(heads):
+            heap = heaps[number + 1]
+            head = heap[0][2] if heap else None
+            if head is not seen or (head is not None and (head.refs or head.time != times[number])):
+                heads[number] = head = self._head(heaps, share, number + 1, own)
+                times[number] = head.time if head is not None else 0.0
+                checked |= 1 << number
+        while any(heads):
+            number = self.policy.pick(heads, now)
+            if checked >> number & 1:
+                return number + 1
+            checked |= 1 << number
+            head = self._head(heaps, share, number + 1, own)
+            if head is heads[number]:
+                return number + 1
+            heads[number], times[number] = head, head.time if head is not None else 0.0
+        return -1
 
     def _head(self, heaps: list[list[Entry]], share: int, lane: int, own: bool) -> Node | None:
         """The first leaf of a lane, entries that are out of date put right on the way.

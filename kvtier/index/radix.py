@@ -79,7 +79,7 @@ class RadixIndex(Index):
         """The node that holds the last published page of the longest shared path, its boundary, pages pending."""
         stride = self.stride
         node = above or self.root
-        at, size = 0, len(keys)
+        at, size = 0, 0 if self.closed else len(keys)
         while at < size and node.children is not None:
             child = node.children.get(keys[at : at + stride])
             if child is None:
@@ -293,14 +293,15 @@ class RadixIndex(Index):
         `handles` are every group's, `sums` per group. The same as grow, put and publish, at a third of their cost.
         """
         node = self.grow(parent, edge, 0.0)
-        node.live = node.pages
-        node.at[tier * self.groups : (tier + 1) * self.groups] = [handles[:] for _ in sums]
-        node.sums = [each[:] for each in sums]
+        node.live = pages = node.pages
+        held = self.held[tier]
+        for group, each in enumerate(sums):
+            node.at[tier * self.groups + group] = handles[:]
+            node.sums[group] = each[:]
+            held[group] += pages
         if self.watch is not None:
-            self.watch.stored(self, node, tier, 0, node.pages)
-        for group in range(self.groups):
-            self.held[tier][group] += node.pages
-        self._arrive(node, tier, 0, node.pages, node.pages * self.groups)
+            self.watch.stored(self, node, tier, 0, pages)
+        self._arrive(node, tier, 0, pages, pages * self.groups)
         self._offer(node, tier)
         return node
 

@@ -21,7 +21,8 @@ from kvtier import codec
 from kvtier.peer import frames
 from kvtier.peer.base import Place
 from kvtier.peer.pace import STEP, Bucket, Pace, pieces
-from kvtier.peer.tls import CHUNK, Channel
+from kvtier.peer.stream import Stream
+from kvtier.peer.tls import CHUNK
 
 _TIMEVAL = struct.Struct("@ll")
 _PACKED = struct.Struct("<I")
@@ -43,18 +44,18 @@ class Line:
 
     def __init__(
         self,
-        sock: socket.socket,
+        stream: Stream,
         session: frames.Session,
         until: float,
         *,
         sealed: bool,
-        channel: Channel | None,
         pace: Pace,
     ) -> None:
-        self._sock = sock
+        self._stream = stream
+        self._sock = stream.sock
+        self._channel = stream.channel
         self._session = session
         self._sealed = sealed
-        self._channel = channel
         self._pace = pace
         self._until = until
         self.wire = 0
@@ -68,16 +69,16 @@ class Line:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: object) -> None:
         if exc is None:
+            self._stream.lots(1)
             self._sock.setblocking(False)
         else:
             shut(self._sock)
 
     # -- pages ------------------------------------------------------------------------------------------------------
 
-    def announce(self, load: frames.Load) -> None:
-        """Send the frame that the items follow."""
-        head = memoryview(self._session.close(load))
-        self._send([head if self._channel is None else memoryview(self._channel.seal(head))])
+    def announce(self, head: bytes) -> None:
+        """Send the frame that the items follow, and any that go with it."""
+        self._send([memoryview(head if self._channel is None else self._channel.seal(head))])
 
     def pour(self, views: list[memoryview]) -> None:
         """Send bytes of pages in order, many a call; under a seal what follows the frame that was sent last."""
@@ -205,7 +206,7 @@ class Line:
             self._receive(piece)
 
     def _receive(self, data: memoryview) -> None:
-        at = 0
+        at = self._stream.drain(data)
         while at < len(data):
             got = self._channel.open(data[at:]) if self._channel else 0
             if self._channel and not got:
@@ -221,6 +222,7 @@ class Line:
     def _plain(self, data: memoryview) -> int:
         """Receive some bytes as they are."""
         self._limit(socket.SO_RCVTIMEO)
+        self._stream.lots(len(data))
         try:
             got = self._sock.recv_into(data, 0, socket.MSG_WAITALL)
         except BlockingIOError:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kvtier.identity import CacheSpec
 from kvtier.peer.base import Move, Pick, Shared, Sink, Source
-from kvtier.peer.generations import Generations
+from kvtier.peer.generations import Book, Generations
 from kvtier.peer.items import items_of, page_name
 from kvtier.peer.reach import Reach, always
 from kvtier.peer.secrets import Secrets
@@ -41,13 +41,14 @@ class Depot:
         *,
         name: str = "this host",
         deadline_s: float = 0.2,
+        book: Book | None = None,
     ) -> None:
-        """`deadline_s`: of one question; bytes have their time at 32 MiB/s too."""
+        """`deadline_s`: of one question; bytes have their time at 32 MiB/s too. `book`: see Generations."""
         self.shelf = shelf
         self.name = name
         self.deadline_s = deadline_s
         self.counts = shelf.counts
-        self.generations = Generations(shelf)
+        self.generations = Generations(shelf, book)
         self._secrets = secrets
         self._lacks: dict[bytes, float] = {}
         self._full_until = 0.0

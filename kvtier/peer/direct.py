@@ -16,7 +16,7 @@ from kvtier.peer import frames, ring
 from kvtier.peer.base import Move, Pick, Shared, Sink, Source
 from kvtier.peer.ends import DirectSink, DirectSource, refused
 from kvtier.peer.fame import Fame
-from kvtier.peer.items import chunk_pages, items_of, page_name, picks_of
+from kvtier.peer.items import chunk_pages, items_of, page_name, span_of
 from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
@@ -93,7 +93,8 @@ class Direct:
         if not asked:
             return []
         first, *others = asked
-        waits = {loop.create_task(self._find(first, shared, keys, have, until, ahead=True))}
+        posted = await self._post(first, shared, keys, have)
+        waits = {loop.create_task(self._find(first, shared, keys, have, until, posted))}
         found: list[Source] = []
         total = len(keys) // shared.spec.stride
         try:
@@ -120,70 +121,76 @@ class Direct:
         shared: Shared,
         message: frames.Message,
         kind: type[T],
-        *ahead: frames.Message,
         until: float = 0.0,
+        posted: Pipe | None = None,
     ) -> tuple[Pipe, T] | None:
-        """A question to one peer on a connection that the caller gives back; None where it does not answer in time."""
+        """A question to one peer on a connection that the caller gives back; None where it does not answer in time.
+
+        `posted`: where it was asked already.
+        """
         until = until or asyncio.get_running_loop().time() + self.terms.deadline_s
         try:
-            pipe = await node.take(until)
+            pipe = posted or await node.take(until)
         except (*FAULTS, KvtierError) as exc:
             self.blame(node, exc)
             return None
-        more = False
         try:
             async with asyncio.timeout_at(until):
                 await node.use(pipe, shared)
-                more = bool(ahead)
-                return pipe, await pipe.ask(message, kind, *ahead)
+                return pipe, await (pipe.heard(kind) if posted else pipe.ask(message, kind))
         except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
-            node.give(pipe, good=refused(exc) and not more)
+            node.give(pipe, good=refused(exc))
             self.blame(node, exc)
             return None
 
+    async def _post(self, node: Node, shared: Shared, keys: bytes, have: int) -> tuple[Pipe, frames.Find] | None:
+        """Ask what `_find` asks, and for the first piece, at once; None where that would have to wait for anything."""
+        pipe = await node.free(shared)
+        if pipe is None:
+            return None
+        picks = self._first(shared, have, len(keys) // shared.spec.stride)
+        packed = bool(picks) and self.packing.pays(node.into, shared.id, sum(len(pick.pages) // 4 for pick in picks))
+        find = frames.Find(shared.id, keys, picks, packed)
+        try:
+            pipe.post(find)
+        except (OSError, KvtierError):  # the next try says why
+            node.give(pipe, good=False)
+            return None
+        return pipe, find
+
     async def _find(
-        self, node: Node, shared: Shared, keys: bytes, have: int, until: float, *, ahead: bool = False
+        self,
+        node: Node,
+        shared: Shared,
+        keys: bytes,
+        have: int,
+        until: float,
+        posted: tuple[Pipe, frames.Find] | None = None,
     ) -> Source | None:
-        """Ask one peer; None where it has no more, or does not say in time. `ahead`: and for the first piece."""
+        """Ask one peer, unless that was posted; None where it has no more, or does not say in time."""
         self.counts["peer_asked"] += 1
         total = len(keys) // shared.spec.stride
-        piece = self._first(node, shared, have, total) if ahead else None
-        asked = [] if piece is None else [piece]
-        answer = await self.ask(node, shared, frames.Find(shared.id, keys), frames.Found, *asked, until=until)
+        find = frames.Find(shared.id, keys) if posted is None else posted[1]
+        answer = await self.ask(node, shared, find, frames.Found, until, None if posted is None else posted[0])
         if answer is None:
             return None
         pipe, reply = answer
-        if piece is not None and reply.pages < min(total, have + chunk_pages(shared.spec)):
-            if not await self._declined(node, pipe, until):
-                return None
-            piece = None
-        if not have < reply.pages <= total:
+        if not have < reply.pages <= total or (reply.load is not None and not find.picks):
             node.note_lack(page_name(shared, keys, have))
-            node.give(pipe, good=reply.pages <= have)
+            node.give(pipe, good=reply.pages <= have and reply.load is None)
             return None
         self.fame.tell(keys_of(shared, keys[: reply.pages * shared.spec.stride])[0], reply.more, time.monotonic())
-        return DirectSource(self, node, pipe, shared, keys, reply.pages, piece)
+        return DirectSource(self, node, pipe, shared, keys, reply.pages, find.picks, reply.load)
 
-    def _first(self, node: Node, shared: Shared, have: int, total: int) -> frames.Fetch | None:
-        """Asks for the first piece of a path; None where it is large, or depends on how much there is."""
-        if any(group.kind is not Kind.FULL for group in shared.spec.groups):
-            return None
+    def _first(self, shared: Shared, have: int, total: int) -> tuple[Pick, ...]:
+        """The first piece of a path; none where it is large, or depends on how much there is."""
+        groups = shared.spec.groups
         pages = range(have, min(total, have + chunk_pages(shared.spec)))
-        if len(pages) * sum(group.item_bytes for group in shared.spec.groups) > AHEAD_BYTES:
-            return None
-        items = [(group, page) for group in range(len(shared.spec.groups)) for page in pages]
-        return frames.Fetch(picks_of(items), self.packing.pays(node.into, shared.id, len(items)))
-
-    async def _declined(self, node: Node, pipe: Pipe, until: float) -> bool:
-        """Receive the no to a piece that was asked for ahead and is not there; False where something else comes."""
-        try:
-            async with asyncio.timeout_at(until):
-                await pipe.receive(frames.Refused)
-        except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
-            node.give(pipe, good=False)
-            self.blame(node, exc)
-            return False
-        return True
+        if any(group.kind is not Kind.FULL for group in groups):
+            return ()
+        if len(pages) * sum(group.item_bytes for group in groups) > AHEAD_BYTES:
+            return ()
+        return span_of(len(groups), pages)
 
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
         """See PeerTier."""

@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.frames import Refusal
-from kvtier.peer.items import echo, items_of, nbytes_of, picks_of
+from kvtier.peer.items import echo, items_of, nbytes_of, picks_of, sums_of
 from kvtier.peer.node import Node
 from kvtier.peer.pipe import Pipe
 from kvtier.types import Code
@@ -67,12 +65,13 @@ class DirectSource(_Held):
         shared: Shared,
         keys: bytes,
         pages: int,
-        ahead: frames.Fetch | None = None,
+        picks: tuple[Pick, ...] = (),
+        load: frames.Load | None = None,
     ) -> None:
-        """`ahead`: asked for already; its pages come unless they are fetched first, the connection is of no use."""
+        """`load`: comes already, for these picks; unless it is fetched first, the connection is of no use."""
         super().__init__(tier, peer, pipe, shared, keys)
         self.pages = pages
-        self._ahead = ahead
+        self._picks, self._load = picks, load
         self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
@@ -91,7 +90,7 @@ class DirectSource(_Held):
     async def _again(self) -> None:
         """Find on another connection, where nothing comes that was asked for ahead and is not wanted."""
         self.close()
-        self._ahead = None
+        self._load = None
         keys = self._keys[: self.pages * self._shared.spec.stride]  # it may have more by now
         answer = await self._tier.ask(self._peer, self._shared, frames.Find(self._shared.id, keys), frames.Found)
         if answer is not None:
@@ -101,7 +100,7 @@ class DirectSource(_Held):
 
     def close(self) -> None:
         """See Source."""
-        if self._pipe is not None and self._ahead is not None:
+        if self._pipe is not None and self._load is not None:
             self._peer.give(self._pipe, good=False)
             self._pipe = None
         super().close()
@@ -112,14 +111,15 @@ class DirectSource(_Held):
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         picks = picks_of(items)
-        if self._ahead is not None and self._ahead.picks != picks:
+        if self._load is not None and self._picks != picks:
             await self._again()
-        pipe, ahead, self._ahead = self._open(), self._ahead, None
-        fetch = ahead or frames.Fetch(picks, tier.packing.pays(into, self._shared.id, len(items)))
+        pipe, load, self._load = self._open(), self._load, None
         until = time.monotonic() + 2 * pipe.within(nbytes)  # it may read its disk first
         try:
-            async with asyncio.timeout(until - time.monotonic()):
-                load = await (pipe.receive(frames.Load) if ahead else pipe.ask(fetch, frames.Load))
+            if load is None:
+                fetch = frames.Fetch(picks, tier.packing.pays(into, self._shared.id, len(items)))
+                async with asyncio.timeout(until - time.monotonic()):
+                    load = await pipe.ask(fetch, frames.Load)
             if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
                 raise _MismatchError("it announced other pages than were asked for")  # noqa: TRY301 - counted below
             begin = time.monotonic()
@@ -153,11 +153,11 @@ class DirectSink(_Held):
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         packed = tier.packing.pays(self._peer.out, self._shared.id, len(items))
-        load = frames.Load(picks_of(items), np.array(sums, "<u8").tobytes(), nbytes, self._echo, packed)
+        load = frames.Load(picks_of(items), sums_of(sums), nbytes, self._echo, packed)
         within, begin = pipe.within(nbytes), time.monotonic()
         try:
             async with asyncio.timeout(2 * within):
-                await pipe.pour(tier.pool, load, places, within)
+                await pipe.pour(tier.pool, load, places, within, None)
                 stored = await pipe.receive(frames.Stored)
         except BaseException as exc:
             self._fail(exc)

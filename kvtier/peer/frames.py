@@ -20,7 +20,7 @@ from kvtier.peer.base import Pick
 from kvtier.peer.secrets import derive
 from kvtier.types import Code, KvtierError, bad
 
-VERSION: Final = 2
+VERSION: Final = 3
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 16
 SEAL_BYTES: Final = 32
@@ -85,17 +85,15 @@ class Use(Message, tag=6):
 
 
 class Find(Message, tag=7):
-    """How much of a path of page keys is there; the connection keeps the path."""
+    """How much of a path of page keys is there; the connection keeps the path.
+
+    `picks` are fetched with it, if all of them are in host there; `packed` as Fetch has it.
+    """
 
     cache: bytes
     keys: bytes
-
-
-class Found(Message, tag=8):
-    """The first `pages` pages can be fetched, from `more` homes than usual: it is hot."""
-
-    pages: int
-    more: int = 0
+    picks: tuple[Pick, ...] = ()
+    packed: bool = False
 
 
 class Fetch(Message, tag=9):
@@ -117,6 +115,17 @@ class Load(Message, tag=10):
     nbytes: int
     echo: bytes
     packed: bool = False
+
+
+class Found(Message, tag=8):
+    """The first `pages` pages can be fetched, from `more` homes than usual: it is hot.
+
+    `load` announces what was to be fetched with it, and the bytes follow as they follow a Load; None: they do not.
+    """
+
+    pages: int
+    more: int = 0
+    load: Load | None = None
 
 
 class Offer(Message, tag=11):
@@ -221,7 +230,7 @@ class Refusal(KvtierError):  # noqa: N818 - it is the peer's answer, not a fault
     """The peer understood and said no; the connection goes on."""
 
 
-def size_of(head: bytes | bytearray, most: int) -> int:
+def size_of(head: bytes, most: int) -> int:
     """Bytes of the body that follows; raises bad_request."""
     size: int = LENGTH.unpack(head)[0]
     if size > most:
@@ -258,10 +267,10 @@ class Session:
         raw = encode(message)
         return raw + self._sign(raw)
 
-    def open(self, head: bytes | bytearray, raw: bytes | bytearray) -> Message:
+    def open(self, head: bytes, raw: bytes) -> Message:
         """The next frame that was received: its length, and its body with the MAC; raises forbidden, bad_request."""
-        body = bytes(raw[:-MAC_BYTES])
-        self._verify(bytes(head) + body, bytes(raw[-MAC_BYTES:]))
+        body = raw[:-MAC_BYTES]
+        self._verify(head + body, raw[-MAC_BYTES:])
         return decode(body)
 
     def _sign(self, frame: bytes) -> bytes:

@@ -7,10 +7,13 @@ one and all take the same.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import secrets as random
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, Protocol
 
 from kvtier.peer.base import Shared
 from kvtier.peer.shelf import GENERATION_BYTES, Shelf, generation_names
@@ -24,10 +27,22 @@ COUNT_BYTES: Final = 4
 _log = logging.getLogger("kvtier.peer")
 
 
+class Book(Protocol):
+    """Numbers by name that a crash does not lose: the disk tier's epochs."""
+
+    def epoch(self, base_id: bytes) -> int:
+        """The number; 0 where there is none."""
+
+    def set_epoch(self, base_id: bytes, epoch: int, done: Callable[[str], None]) -> None:
+        """Write it; `done` is called on the loop once it is durable, or with an error."""
+
+
 class Generations:
     """Of every cache that this host uses. Owned by the loop thread."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Shelf, book: Book | None = None) -> None:
+        """`book`: where a purge that the store does not know yet is noted; None: in memory only."""
+        self._book = book
         self.ended = 0
         """How often some cache was purged here: what was found before counts no more."""
         self._shelf = shelf
@@ -35,10 +50,12 @@ class Generations:
         """Per cache: its generation, until when that is believed, in which life of the shelf it was read."""
         self._emptied: set[bytes] = set()
         """Caches that were purged here, which the store does not know yet."""
+        self._begun: set[bytes] = set()
+        """Those that it knows of, whatever the book says until that is written."""
 
     async def of(self, shared: Shared, until: float) -> bytes | None:
         """The cache's generation, begun where there is none; None where the store does not say."""
-        if shared.id in self._emptied and not await self._renew(shared, until):
+        if self._waits(shared) and not await self._renew(shared, until):
             return None
         known = self._known.get(shared.id)
         if known is not None and known[1] > time.monotonic() and known[2] == self._shelf.life:
@@ -74,7 +91,23 @@ class Generations:
         """The cache was purged: a new generation begins, at the latest when the store answers again."""
         self.ended += 1
         self._emptied.add(shared.id)
-        await self._renew(shared, until=time.monotonic() + BELIEVED_S)
+        self._begun.discard(shared.id)
+        if not await self._renew(shared, until=time.monotonic() + BELIEVED_S):
+            await self._note(shared)
+
+    def _waits(self, shared: Shared) -> bool:
+        """Whether the cache was purged here, in this life or an earlier one, which the store does not know yet."""
+        if shared.id in self._emptied or self._book is None or shared.id in self._begun:
+            return shared.id in self._emptied
+        return self._book.epoch(_page(shared)) > 0
+
+    async def _note(self, shared: Shared) -> None:
+        """Write in the book that a purge waits for the store."""
+        if self._book is not None:
+            done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            self._book.set_epoch(_page(shared), 1, lambda error: None if done.done() else done.set_result(error))
+            if error := await done:
+                _log.warning("that a purge waits for the shared store could not be noted: %s", error)
 
     async def _renew(self, shared: Shared, until: float) -> bool:
         """Begin another generation of a purged cache; False where the store does not do it now."""
@@ -84,9 +117,17 @@ class Generations:
             done = await self._shelf.replace(generation_names(shared), _after(found), until)
             if done.count(True) >= QUORUM:
                 self._emptied.discard(shared.id)
+                self._begun.add(shared.id)
+                if self._book is not None and self._book.epoch(_page(shared)):
+                    self._book.set_epoch(_page(shared), 0, lambda _: None)  # lost in a crash, it is purged once more
                 return True
         _log.warning("a purge waits for the shared store; until then nothing of that cache is taken from it")
         return False
+
+
+def _page(shared: Shared) -> bytes:
+    """Where in the book it is noted of a cache that its purge waits."""
+    return hashlib.sha256(b"kvtier purge that waits v1" + shared.id).digest()
 
 
 def _after(generation: bytes) -> bytes:

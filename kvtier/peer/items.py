@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-import numpy as np
 import xxhash
 
 from kvtier.identity import CacheSpec
@@ -40,13 +40,23 @@ def picks_of(places: Iterable[tuple[int, int]]) -> tuple[Pick, ...]:
     groups: dict[int, list[int]] = {}
     for group, page in places:
         groups.setdefault(group, []).append(page)
-    return tuple(Pick(group, np.array(pages, "<i4").tobytes()) for group, pages in groups.items())
+    return tuple(Pick(group, struct.pack(f"<{len(pages)}i", *pages)) for group, pages in groups.items())
+
+
+def span_of(groups: int, pages: range) -> tuple[Pick, ...]:
+    """Picks of the same pages of each group."""
+    packed = struct.pack(f"<{len(pages)}i", *pages)
+    return tuple(Pick(group, packed) for group in range(groups))
+
+
+def sums_of(sums: Sequence[int]) -> bytes:
+    """Checksums as a Load has them."""
+    return struct.pack(f"<{len(sums)}Q", *sums)
 
 
 def pages_of(pick: Pick) -> list[int]:
     """Page numbers of a pick."""
-    found: list[int] = np.frombuffer(pick.pages, "<i4").tolist()
-    return found
+    return list(struct.unpack(f"<{len(pick.pages) // 4}i", pick.pages))
 
 
 def items_of(spec: CacheSpec, picks: Sequence[Pick], pages: int) -> list[tuple[int, int]]:

@@ -116,16 +116,14 @@ class Node:
 
         Raises what connecting raises, TimeoutError, and a Refusal where too many requests are under way.
         """
-        try:
-            async with asyncio.timeout_at(until):
-                await self._room.acquire()
-        except TimeoutError:
-            self.counts["peer_busy"] += 1
-            raise Refusal(Code.BUSY, f"too many requests are under way to peer {self.name}") from None
+        if self._room.locked():
+            await self._turn(until)
+        else:
+            await self._room.acquire()
         try:
             while self._idle:
                 pipe = self._idle.pop()
-                if _quiet(pipe.sock):
+                if pipe.stream.quiet:
                     return pipe
                 pipe.close()
             async with asyncio.timeout_at(until):
@@ -133,6 +131,26 @@ class Node:
         except BaseException:
             self._room.release()
             raise
+
+    async def free(self, shared: Shared) -> Pipe | None:
+        """A connection for one request that nothing has to be waited for on; None where there is none."""
+        if self._room.locked() or not self._idle or shared.id not in self._idle[-1].used:
+            return None
+        pipe = self._idle.pop()
+        if not pipe.stream.quiet:
+            pipe.close()
+            return None
+        await self._room.acquire()
+        return pipe
+
+    async def _turn(self, until: float) -> None:
+        """Wait until one request more may be under way; raises a Refusal."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._room.acquire()
+        except TimeoutError:
+            self.counts["peer_busy"] += 1
+            raise Refusal(Code.BUSY, f"too many requests are under way to peer {self.name}") from None
 
     def give(self, pipe: Pipe, *, good: bool) -> None:
         """Give a connection back; one that is not `good` is closed."""
@@ -202,14 +220,3 @@ class Node:
         self._hang_up()
         while self._idle:
             self._idle.pop().close()
-
-
-def _quiet(sock: socket.socket) -> bool:
-    """Whether an idle connection is still open: nobody sends on one that nothing was asked on."""
-    try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

@@ -21,8 +21,9 @@ from kvtier.mover import drained
 from kvtier.peer import bulk, frames
 from kvtier.peer.base import Place
 from kvtier.peer.pace import Pace
+from kvtier.peer.stream import Stream
 from kvtier.peer.terms import Terms
-from kvtier.peer.tls import CHUNK, Channel, expect_name
+from kvtier.peer.tls import Channel, expect_name
 from kvtier.types import Code, KvtierError
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Pipe:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.sock = sock
+        self.stream = Stream(sock, channel)
         self.session: frames.Session | None = None
         self.sealed = False
         self.incarnation = b""
@@ -50,15 +51,14 @@ class Pipe:
         """and seconds for packing or unpacking them."""
         self._terms: Terms | None = None
         """Those that both ends keep to."""
-        self._channel = channel
         self._loop = asyncio.get_running_loop()
 
     # -- the first two frames -------------------------------------------------------------------------------------
 
     async def knock(self, terms: Terms, peer: str, *, sealed: bool | None = None) -> None:
         """As the asker of that peer: agree on keys. `sealed` None: off loopback, without TLS."""
-        await self._shake()
-        self.sealed = not (self.local or self._channel) if sealed is None else sealed
+        await self.stream.shake()
+        self.sealed = not (self.local or self.stream.channel) if sealed is None else sealed
         nonce = random.token_bytes(frames.NONCE_BYTES)
         await self.send(frames.Knock(frames.VERSION, nonce, self.sealed, terms.name, terms.rate))
         answer = await self.receive(frames.Challenge, frames.MAX_HELLO)
@@ -72,14 +72,14 @@ class Pipe:
 
     async def answer(self, terms: Terms, incarnation: bytes) -> str:
         """As the answerer: agree on keys; who asks. It has shown nothing (but a certificate) before its next frame."""
-        await self._shake()
+        await self.stream.shake()
         knock = await self.receive(frames.Knock, frames.MAX_HELLO)
         if knock.version != frames.VERSION or len(knock.nonce) != frames.NONCE_BYTES:
             error = KvtierError(Code.VERSION, f"expected peer protocol version {frames.VERSION}, got {knock.version}")
             await self.send(frames.Refused(error.code.value, error.message))
             raise error
-        if self._channel is not None:
-            expect_name(self._channel, knock.name)
+        if self.stream.channel is not None:
+            expect_name(self.stream.channel, knock.name)
         elif not knock.sealed and not self.local:
             raise KvtierError(Code.FORBIDDEN, "pages are sent off loopback only under a seal or in TLS")
         self.sealed = knock.sealed
@@ -91,23 +91,11 @@ class Pipe:
         self.session, self._terms = session, terms.met(knock.rate)
         return knock.name
 
-    async def _shake(self) -> None:
-        """The TLS handshake, where there is one."""
-        channel = self._channel
-        while channel is not None:
-            try:
-                over = channel.shake()
-            finally:  # a refusal is told to the other side
-                if raw := channel.pending():
-                    await self._loop.sock_sendall(self.sock, raw)
-            if over:
-                return
-            channel.arrived(await self._loop.sock_recv(self.sock, CHUNK))
-
     @property
     def local(self) -> bool:
         """Whether both ends are on loopback."""
-        ends = (self.sock.getsockname()[0], self.sock.getpeername()[0])
+        sock = self.stream.sock
+        ends = (sock.getsockname()[0], sock.getpeername()[0])
         return all(ipaddress.ip_address(end.partition("%")[0]).is_loopback for end in ends)
 
     # -- frames ---------------------------------------------------------------------------------------------------
@@ -115,46 +103,30 @@ class Pipe:
     async def send(self, *messages: frames.Message) -> None:
         """Send frames."""
         close = frames.encode if self.session is None else self.session.close
-        await self._send(b"".join(map(close, messages)))
+        await self.stream.send(b"".join(map(close, messages)))
 
-    async def _send(self, raw: bytes) -> None:
-        await self._loop.sock_sendall(self.sock, raw if self._channel is None else self._channel.seal(raw))
+    def post(self, message: frames.Message) -> None:
+        """Send a frame as far as the kernel takes it now; the rest goes before the answer is `heard`."""
+        assert self.session is not None
+        self.stream.post(self.session.close(message))
+
+    async def heard(self, kind: type[T]) -> T:
+        """The answer to what was posted."""
+        await self.stream.send(b"")
+        return await self.receive(kind)
 
     async def receive(self, kind: type[T], most: int = frames.MAX_BODY) -> T:
         """The next frame, which must be of that kind; raises the Refusal that came instead."""
-        head = await self._exactly(frames.LENGTH.size)
+        head = await self.stream.exactly(frames.LENGTH.size)
         size = frames.size_of(head, most)
         if self.session is None:
-            return frames.expect(frames.decode(bytes(await self._exactly(size))), kind)
-        return frames.expect(self.session.open(head, await self._exactly(size + frames.MAC_BYTES)), kind)
+            return frames.expect(frames.decode(await self.stream.exactly(size)), kind)
+        return frames.expect(self.session.open(head, await self.stream.exactly(size + frames.MAC_BYTES)), kind)
 
-    async def ask(self, message: frames.Message, kind: type[T], *ahead: frames.Message) -> T:
-        """One frame there and one back; the answers to those that are sent ahead are for the caller to receive."""
-        await self.send(message, *ahead)
+    async def ask(self, message: frames.Message, kind: type[T]) -> T:
+        """One frame there and one back."""
+        await self.send(message)
         return await self.receive(kind)
-
-    async def _exactly(self, size: int) -> bytearray:
-        """The next `size` bytes; raises EOFError."""
-        out = bytearray(size)
-        view = memoryview(out)
-        at = 0
-        while at < size:
-            at += await self._some(view[at:])
-        return out
-
-    async def _some(self, view: memoryview) -> int:
-        """Receive some bytes; raises EOFError."""
-        if self._channel is not None:
-            while not (got := self._channel.open(view)):
-                self._channel.arrived(await self._loop.sock_recv(self.sock, CHUNK))
-            return got
-        try:
-            got = self.sock.recv_into(view)
-        except BlockingIOError:
-            got = await self._loop.sock_recv_into(self.sock, view)
-        if not got:
-            raise EOFError("the peer closed the connection")
-        return got
 
     # -- bytes of pages -------------------------------------------------------------------------------------------
 
@@ -176,7 +148,7 @@ class Pipe:
         assert session is not None
 
         def run() -> T:
-            line = bulk.Line(self.sock, session, until, sealed=self.sealed, channel=self._channel, pace=self.pace)
+            line = bulk.Line(self.stream, session, until, sealed=self.sealed, pace=self.pace)
             with line:
                 result = work(line)
             self.wire, self.coding_s = line.wire, line.coding_s
@@ -189,7 +161,7 @@ class Pipe:
             await asyncio.wait([future])
         except asyncio.CancelledError:
             job.cancel()
-            bulk.shut(self.sock)
+            bulk.shut(self.stream.sock)
             await drained(future)
             if not future.cancelled():
                 future.exception()  # nobody waits for it, and asyncio would complain
@@ -199,26 +171,31 @@ class Pipe:
         if not future.cancelled():
             return future.result()
         if begun:
-            bulk.shut(self.sock)
+            bulk.shut(self.stream.sock)
         raise frames.Refusal(Code.BUSY, "no thread was free for a transfer")
 
-    async def pour(self, pool: Executor, load: frames.Load, places: Sequence[Place], within_s: float) -> None:
-        """Send a frame and the items' bytes in order. Like `threaded`; what fits at once goes without a thread."""
+    async def pour(
+        self, pool: Executor, load: frames.Load, places: Sequence[Place], within_s: float, found: frames.Found | None
+    ) -> None:
+        """Send a Load (or the Found that it is part of) and the items' bytes in order.
+
+        Like `threaded`; what fits at once goes without a thread.
+        """
         session = self.session
         assert session is not None
         views = [memoryview(view) for place in places for view in place.views]
 
         def work(line: bulk.Line) -> None:
-            line.announce(load)  # once there is a thread: without one the answer is a Refusal
+            line.announce(session.close(found or load))  # once there is a thread: without one the answer is a Refusal
             if load.packed:
                 line.pour_packed(places)
             else:
                 line.pour(views)
 
-        if self.sealed or self._channel or self.pace.out or load.packed:
+        if self.sealed or self.stream.channel or self.pace.out or load.packed:
             await self.threaded(pool, work, within_s)
             return
-        left = bulk.begin(self.sock, [memoryview(session.close(load)), *views])
+        left = bulk.begin(self.stream.sock, [memoryview(session.close(found or load)), *views])
         if left:
             await self.threaded(pool, lambda line: line.pour(left), within_s, begun=True)
         self.wire, self.coding_s = load.nbytes, 0.0
@@ -228,7 +205,7 @@ class Pipe:
     ) -> list[int | None]:
         """Receive the items that a frame announced. Like `threaded` and Line.fill; small ones come without a thread."""
         sums = np.frombuffer(load.sums, "<u8").tolist()
-        if self.sealed or self._channel or self.pace.into or load.packed or load.nbytes > bulk.SMALL:
+        if self.sealed or self.stream.channel or self.pace.into or load.packed or load.nbytes > bulk.SMALL:
             work = partial(bulk.Line.fill, places=places, sums=sums, packed=load.packed)
             return await self.threaded(pool, work, within_s, begun=True)
         out: list[int | None] = [None] * len(places)
@@ -237,8 +214,9 @@ class Pipe:
                 for at, place in enumerate(places):
                     found = await self._item(place)
                     out[at] = found if found == sums[at] else None
+                self.stream.lots(1)
         except bulk.FAULTS:
-            bulk.shut(self.sock)
+            bulk.shut(self.stream.sock)
         return out
 
     async def _item(self, place: Place) -> int:
@@ -247,11 +225,12 @@ class Pipe:
         for view in place.views:
             data, at = memoryview(view), 0
             while at < len(data):
-                got = await self._some(data[at:])
+                self.stream.lots(len(data) - at)
+                got = await self.stream.some(data[at:])
                 state.update(data[at : at + got])
                 at += got
         return state.intdigest()
 
     def close(self) -> None:
         """Drop the connection."""
-        self.sock.close()
+        self.stream.sock.close()

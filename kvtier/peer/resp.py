@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
+from kvtier.peer.pace import pieces
 from kvtier.peer.shelf import Want
 
 BUFFER: Final = 16 << 10
@@ -21,6 +22,8 @@ MAX_SMALL: Final = 1 << 20
 """The longest value that is not read into views."""
 MAX_DEPTH: Final = 8
 MAX_LIST: Final = 1 << 16
+PIECE: Final = 512 << 10
+"""So much is hashed while the next arrives, and is still in the processor's cache."""
 VECTORS: Final = 256
 """Buffers that one call takes."""
 _TIMEVAL: Final = struct.Struct("@ll")
@@ -93,10 +96,10 @@ class Line:
         if size != want.nbytes:
             self._skip(size)
             return False
-        for view in want.views:
-            self._fill(view)
+        for piece in pieces(want.views, PIECE):
+            self._fill(piece)
             if want.sum is not None:
-                want.sum.update(view)
+                want.sum.update(piece)
         self._skip(0)
         return True
 

@@ -37,17 +37,20 @@ class Ghosts(Generic[M]):
 
     def resize(self, pages: int) -> None:
         """Follow the size of the tier."""
-        while pages > MOST * self.scale:
+        while pages > MOST * (self._mask + 1):
             self._mask = 2 * self._mask + 1
             for name in [name for name in self._names if name & self._mask]:
                 del self._names[name]
-        self.bound = int(pages * self.share) // self.scale
+        self.bound = int(pages * self.share) // (self._mask + 1)
         while len(self._names) > self.bound:
             self._names.popitem(last=False)
 
     def _sampled(self, index: Any, node: Any, lo: int, hi: int) -> list[int]:
         """Names of the pages [lo, hi) of a node that the sample is to know."""
         chain = index.chain_of(node)
+        if hi - lo == 1:
+            name = int.from_bytes(chain[16 * lo : 16 * lo + 8], "little")
+            return [] if name & self._mask else [name]
         if hi - lo < FEW:
             few = [int.from_bytes(chain[at : at + 8], "little") for at in range(16 * lo, 16 * hi, 16)]
             return [name for name in few if not name & self._mask]

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import groupby
-from math import log
+from itertools import compress
+from math import inf
+from operator import ne
 from typing import Any, ClassVar, Final, NamedTuple
 
-from kvtier.policy.ages import EARLY, FADE, FAITH, STEPS
+import numpy as np
+
+from kvtier.policy.ages import EARLY, FADE, FAITH, STEPS, Waits
 from kvtier.policy.ghosts import Ghosts
-from kvtier.policy.uses import Counting
+from kvtier.policy.uses import Counting, Uses
 
 SIZES: Final = (2, 4, 16, 64)
 """Nodes of fewer pages than the first, the second, ... are of different kinds."""
 KINDS: Final = 14
 _TAIL: Final = 0
+_LANES: Final = range(KINDS)
+HEARD: Final = 5 * 1024
+"""Numbers of waits that are learnt from at once, at most."""
+FINE: Final = 64
+"""Heads are compared by their ages at most this part of a turnover ago: what a lane is worth is looked up once."""
 
 
 class Wait(NamedTuple):
-    """Pages of a kind, from when they could go on."""
+    """A node of a kind, from when it could go on."""
 
     kind: int
     since: float
@@ -29,9 +38,11 @@ class Wait(NamedTuple):
     often: int
     """How often they had been used."""
     tail: int
-    """1: the last of them is the page that the first request for them ended in."""
-    votes: int = 0
-    """What `votes` said when they were evicted."""
+    """1: the last of its pages is the one that the first request for them ended in."""
+
+
+Gone = tuple[Wait, int, int, float]
+"""A page that was evicted: its node, its kind, what `votes` said then and where the clock stood."""
 
 
 class ByKind(Counting):
@@ -50,11 +61,17 @@ class ByKind(Counting):
         self.clock = 0.0
         self.heat = [1.0] * KINDS
         """Of each kind: its multiple."""
-        self._scales = [[1.0] * KINDS for _ in self.powers]
+        self._scales = [[-1.0] * len(self.powers) for _ in range(KINDS)]
+        """By kind and power: what an age is multiplied by before it is compared with those of others."""
         self._next = 0.0
-        self._hits = [0.0] * KINDS
-        self._expected = [0.0] * KINDS
-        self._ghosts: Ghosts[Wait] = Ghosts()
+        self._hits = np.zeros(KINDS)
+        self._expected = np.zeros(KINDS)
+        self._heard = array("d")
+        self._ghosts: Ghosts[Gone] = Ghosts()
+        self._looked = 0.0
+        """Where the clock stood when all heads were looked at."""
+        self._marks: list[float] = []
+        self._values: list[list[float]] = []
 
     def mark(self) -> float:
         """Copies that the tier has taken in."""
@@ -77,24 +94,34 @@ class ByKind(Counting):
         """Noted with each page that is evicted: who chose it."""
         return 0
 
-    def regret(self, wait: Wait, pages: int) -> None:
-        """Pages were evicted too early."""
+    def regret(self, votes: int, pages: int, after: float) -> None:
+        """Pages were evicted too early, and asked for so many turnovers after that."""
 
-    def waited(self, wait: Wait, pages: float, *, used: bool) -> None:
+    def _hear(self, wait: Wait, kind: int, pages: int, used: bool) -> None:
         """Pages waited, and were used or given up."""
-        passed = log((self.age(wait.mark) + EARLY) / (wait.since + EARLY)) if self.clock > wait.mark else 0.0
-        self._expected[wait.kind] += pages * max(0.0, passed)
-        self._hits[wait.kind] += pages * used
+        self._heard.extend((kind, wait.since, (self.clock - wait.mark) / max(self.size, 64), pages, used))
+        if len(self._heard) >= HEARD:
+            self._study()
+
+    def _study(self) -> None:
+        heard, self._heard = self._heard, array("d")
+        if heard:
+            self.study(Waits.of(heard))
+
+    def study(self, waits: Waits) -> None:
+        """Take note of some waits."""
+        passed = np.log((np.maximum(waits.until, waits.since) + EARLY) / (waits.since + EARLY))
+        self._expected += np.bincount(waits.kind, waits.pages * passed, KINDS)
+        self._hits += np.bincount(waits.kind, waits.pages * waits.used, KINDS)
 
     def learn(self) -> None:
         """Take what was seen for what is to come."""
-        rate = (sum(self._hits) + 1.0) / (sum(self._expected) + 1.0)
+        rate = (self._hits.sum() + 1.0) / (self._expected.sum() + 1.0)
         faith = FAITH * self.size + 1.0
-        for kind, hits in enumerate(self._hits):
-            self.heat[kind] = (hits / rate + faith) / (self._expected[kind] + faith)
-            self._hits[kind] *= FADE
-            self._expected[kind] *= FADE
-        self._scales = [[heat**power for heat in self.heat] for power in self.powers]
+        self.heat = ((self._hits / rate + faith) / (self._expected + faith)).tolist()
+        self._hits *= FADE
+        self._expected *= FADE
+        self._scales = [[-(heat**-power) for power in self.powers] for heat in self.heat]
 
     # -- what happens ------------------------------------------------------------------------------------------
 
@@ -105,17 +132,19 @@ class ByKind(Counting):
         self.clock += copies
         self._ghosts.resize(self.size)
         known = self._ghosts.take(index, node, lo, hi)
-        for wait in known:
-            self.waited(wait, self._ghosts.scale, used=True)
-            self.regret(wait, self._ghosts.scale)
+        for wait, kind, votes, gone in known:
+            self._hear(wait, kind, self._ghosts.scale, True)
+            self.regret(votes, self._ghosts.scale, self.age(gone))
         if new:
-            uses = self.uses(node)
+            uses: Uses = node.notes[self.tier]
             if known and 2 * len(known) * self._ghosts.scale >= hi - lo:
-                uses.count += max(wait.often for wait in known)
+                uses.count += max(wait.often for wait, *_ in known)
             uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 1)
         if self.clock >= self._next:
             self._next = self.clock + max(64, self.size / STEPS)
+            self._study()
             self.learn()
+            self._marks = []
 
     def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """What goes is waited for a while longer."""
@@ -123,17 +152,24 @@ class ByKind(Counting):
         uses = self.note(node)
         if uses is None or uses.extra is None:
             return
-        kind, since, mark, often, tail, _ = uses.extra
-        votes = self.votes()
+        wait: Wait = uses.extra
+        votes, last = self.votes(), hi - wait.tail
         forgotten = []
-        if tail:
-            forgotten += self._ghosts.add(index, node, hi - 1, hi, Wait(_TAIL, since, mark, often, 0, votes))
-            uses.extra = Wait(kind, since, mark, often, 0)
-        if lo < hi - tail:
-            forgotten += self._ghosts.add(index, node, lo, hi - tail, Wait(kind, since, mark, often, 0, votes))
-        for _, same in groupby(forgotten, id):  # neighbours went together and have one mark
-            marks = list(same)
-            self.waited(marks[0], len(marks) * self._ghosts.scale, used=False)
+        if wait.tail:
+            forgotten = self._ghosts.add(index, node, last, hi, (wait, _TAIL, votes, self.clock))
+            uses.extra = wait._replace(tail=0)
+        if lo < last:
+            forgotten += self._ghosts.add(index, node, lo, last, (wait, wait.kind, votes, self.clock))
+        self._forget(forgotten)
+
+    def _forget(self, gone: list[Gone]) -> None:
+        """Nobody came for these; neighbours went together and have one mark."""
+        at, scale = 0, self._ghosts.scale
+        while at < len(gone):
+            first, start = gone[at], at
+            while at < len(gone) and gone[at] is first:
+                at += 1
+            self._hear(first[0], first[1], (at - start) * scale, False)
 
     def use(self, node: Any, now: float) -> None:
         """A leaf's wait is over; what is above it is no candidate while it lasts."""
@@ -141,9 +177,9 @@ class ByKind(Counting):
         if uses.extra is not None and node.tier_leaf(self.tier):
             wait: Wait = uses.extra
             if wait.tail:
-                self.waited(wait._replace(kind=_TAIL), 1, used=True)
+                self._hear(wait, _TAIL, 1, True)
             if node.count[self.tier] > wait.tail:
-                self.waited(wait, node.count[self.tier] - wait.tail, used=True)
+                self._hear(wait, wait.kind, node.count[self.tier] - wait.tail, True)
         super().use(node, now)
         uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 0)
 
@@ -166,21 +202,39 @@ class ByKind(Counting):
     def lane(self, node: Any) -> int:
         """Its kind; that page goes by itself, as a kind of its own."""
         uses = self.note(node)
-        if uses is None or uses.extra is None:
-            return 1
-        wait: Wait = uses.extra
-        return _TAIL if wait.tail else wait.kind
+        if uses is None:
+            uses = self.uses(node)  # whatever stands in a lane has a note
+        wait: Wait | None = uses.extra
+        return 1 if wait is None else _TAIL if wait.tail else wait.kind
 
     def share(self, node: Any) -> int:
         """That page alone, or a run."""
         uses = self.note(node)
         return 1 if uses is not None and uses.extra is not None and uses.extra.tail else super().share(node)
 
-    def coldest(self, heads: Sequence[Any | None]) -> list[int]:
-        """For each power, the lane whose head has waited longest for its kind."""
-        waits = []
-        for lane, head in enumerate(heads):
-            if head is not None:
-                uses = self.note(head)
-                waits.append((self.age(uses.mark if uses is not None else 0.0) + EARLY, lane))
-        return [max([(wait / scale[lane], lane) for wait, lane in waits])[1] for scale in self._scales]
+    def values(self, lane: int, age: float) -> list[float]:
+        """By rule, what a head of that age is worth: the lowest goes first. For each power, how long it has waited."""
+        wait = age + EARLY
+        return [wait * scale for scale in self._scales[lane]]
+
+    def chosen(self, heads: Sequence[Any | None]) -> list[int]:
+        """The lane that each rule takes."""
+        tier, clock = self.tier, self.clock
+        marks = [inf if head is None else head.notes[tier].mark for head in heads]
+        if clock - self._looked > self.size / FINE or not self._marks:
+            self._looked = clock
+            self._marks = [-1.0] * KINDS
+            self._values = [[inf] * KINDS for _ in self.values(0, 0.0)]
+        if marks != self._marks:
+            self._look(marks)
+        return [each.index(min(each)) for each in self._values]
+
+    def _look(self, marks: list[float]) -> None:
+        """See what the heads that are new are worth."""
+        size = max(self.size, 64)
+        for lane in compress(_LANES, map(ne, marks, self._marks)):
+            mark = marks[lane]
+            values = self.values(lane, max(0.0, (self._looked - mark) / size))
+            for rule, value in zip(self._values, values, strict=True):
+                rule[lane] = value if mark < inf else inf
+        self._marks = marks

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from kvtier.types import Tier, bad
 
 KINDS: Final = ("cache", "tenant", "scope")
-TIERS: Final = {"host": Tier.HOST, "disk": Tier.DISK}
+TIERS: Final = {"device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 MOST: Final = 64
 
 
@@ -43,7 +43,7 @@ def parse(text: str, size: Callable[[str], int]) -> list[Rule]:
             try:
                 limits[int(TIERS[tier])] = size(value)
             except (KeyError, ValueError):
-                raise bad("quotas", "host or disk and a size, such as host=2GiB", f"{tier}={value}") from None
+                raise bad("quotas", "device, host or disk and a size, such as host=2GiB", f"{tier}={value}") from None
         if not limits:
             raise bad("quotas", "a limit, such as host=2GiB", part)
         rules.append(Rule(kind, name.lower() if kind != "scope" else name, limits))

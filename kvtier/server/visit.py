@@ -9,12 +9,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
+import msgspec
 
 from kvtier.identity import base_id, cache_id
+from kvtier.index import Node
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
-from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, ranges
+from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, ranges, sums_of
 from kvtier.peer.members import keys_of
 from kvtier.peer.pipe import Pipe
 from kvtier.store.cache import Cache
@@ -35,6 +36,8 @@ FIRST_BYTES: Final = 64 << 10
 KNOCK_S: Final = 2.0
 """A newcomer shows that it has the key within this time."""
 IDLE_S: Final = 60.0
+MAX_FETCH: Final = 64
+"""Items of one fetch, where they are more than CHUNK_BYTES."""
 TAKE_S: Final = 5.0
 """What is reserved for a peer that does not send it is given back after that time."""
 
@@ -46,6 +49,15 @@ class Route(NamedTuple):
     keys: bytes
     spare: tuple[Pick, ...] = ()
     group: int = 0
+
+
+class Lent(NamedTuple):
+    """Items that are sent: where they are, their checksums, the echo that names the path, their bytes together."""
+
+    places: list[Place]
+    sums: list[int]
+    name: bytes
+    nbytes: int
 
 
 class Visit:
@@ -77,23 +89,28 @@ class Visit:
 
     async def run(self) -> None:
         """Serve until the peer goes."""
-        home, pipe = self._home, self._pipe
-        async with asyncio.timeout(KNOCK_S):
+        home, pipe, clock = self._home, self._pipe, asyncio.get_running_loop().time
+        async with asyncio.timeout(KNOCK_S) as patience:
             pipe.pace = home.pace(await pipe.answer(home.terms, home.incarnation))
             message = await pipe.receive(frames.Message, FIRST_BYTES)
-        while True:
-            try:
-                verb = self._verbs.get(type(message))
-                if verb is None:
-                    raise EOFError("not a request")
-                reply = await verb(message)
-            except KvtierError as exc:
-                reply = frames.Refused(exc.code.value, exc.message)
-            if reply is not None:
-                async with asyncio.timeout(home.terms.deadline_s + 1.0):
+            while True:
+                patience.reschedule(None)
+                reply = await self._do(message)
+                if reply is not None:
+                    patience.reschedule(clock() + home.terms.deadline_s + 1.0)
                     await pipe.send(reply)
-            async with asyncio.timeout(IDLE_S if self._taking is None else TAKE_S):
+                patience.reschedule(clock() + (IDLE_S if self._taking is None else TAKE_S))
                 message = await pipe.receive(frames.Message)
+
+    async def _do(self, message: frames.Message) -> frames.Message | None:
+        """Do what is asked; what is answered, None where pages were."""
+        verb = self._verbs.get(type(message))
+        if verb is None:
+            raise EOFError("not a request")
+        try:
+            return await verb(message)
+        except KvtierError as exc:
+            return frames.Refused(exc.code.value, exc.message)
 
     def end(self) -> None:
         """The connection is over and nothing of it moves."""
@@ -154,18 +171,32 @@ class Visit:
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    async def _find(self, msg: frames.Find) -> frames.Message:
-        """How much of a path is here; remembers it."""
+    async def _find(self, msg: frames.Find) -> frames.Message | None:
+        """How much of a path is here; remembers it, and sends what is fetched with it if that is in host."""
         self._turn_to(None)
         route = self._tokens(msg.cache, msg.keys)
         cache = self._cache(route.shared)
-        pages = 0 if cache is None else cache.radix.match(msg.keys, self._parts.now()).pages
-        if not pages:
+        if cache is None or not (match := cache.radix.match(msg.keys, self._parts.now())).pages:
             return frames.Found(0)
-        self._route = route._replace(keys=msg.keys[: pages * route.shared.spec.stride])
+        pages = match.pages
+        self._route = route = route._replace(keys=msg.keys[: pages * cache.spec.stride])
         self._fresh = True
-        more = self._home.fame.level(keys_of(route.shared, self._route.keys)[0], time.monotonic())
-        return frames.Found(pages, more)
+        found = frames.Found(pages, self._home.fame.level(keys_of(route.shared, route.keys)[0], time.monotonic()))
+        if not msg.picks or any(page >= pages for pick in msg.picks for page in pages_of(pick)[-1:]):
+            return found
+        items, nbytes = _items(cache, msg.picks, pages)
+        node = cache.radix.ending_at(match.node, pages)
+        with self._parts.leased(cache, node):
+            places, sums = lend(cache, node, items)
+            if not places:
+                return found
+            name = echo(route.shared.id, path_keys(cache, node))
+            try:
+                await self._pour(Lent(places, sums, name, nbytes), msg.picks, packed=msg.packed, found=found)
+            except frames.Refusal:  # no thread is free: it may be asked for again
+                return msgspec.structs.replace(found, load=None)
+            self._used(cache, node, route)
+        return None
 
     async def _have(self, msg: frames.Have) -> frames.Message:
         """Which keys are here; remembers them."""
@@ -196,7 +227,9 @@ class Visit:
             places, sums = lend_keys(cache, route.group, wanted)
             if not places:
                 raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
-            await self._pour(places, sums, echo(route.shared.id, route.keys), nbytes, packed=packed)
+            picks = picks_of((place.group, place.page) for place in places)
+            name = echo(route.shared.id, route.keys)
+            await self._pour(Lent(places, sums, name, nbytes), picks, packed=packed)
 
     async def _weigh(self, msg: frames.Weigh) -> frames.Message:
         """What a path would cost here."""
@@ -214,10 +247,7 @@ class Visit:
         if route is None or cache is None:
             raise KvtierError(Code.UNKNOWN, "nothing was found before")
         pages = len(route.keys) // cache.spec.stride
-        items = items_of(cache.spec, msg.picks, pages)
-        nbytes = nbytes_of(cache.spec, items)
-        if not items or (nbytes > CHUNK_BYTES and len({page for _, page in items}) > 1 and len(items) > 64):
-            raise bad("picks", f"items of about {CHUNK_BYTES} bytes", nbytes)
+        items, nbytes = _items(cache, msg.picks, pages)
         if cache.spec.keyed:
             await self._fetch_keys(cache, route, items, packed=msg.packed)
             return None
@@ -226,16 +256,24 @@ class Visit:
         if found.pages != pages:
             raise KvtierError(Code.UNKNOWN, "it is here no more")
         node = index.ending_at(found.node, pages)
-        index.use(node, self._parts.now())
         with self._parts.leased(cache, node):
-            fresh, self._fresh = self._fresh, False
-            hot = fresh and self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic())
-            if hot and self._parts.peers:
-                self._parts.peers.pushes.offer(cache, node, pages)
-            await self._send(cache, node, items, nbytes, packed=msg.packed)
+            await self._send(cache, node, msg, items, nbytes)
+            self._used(cache, node, route)
         return None
 
-    async def _send(self, cache: Cache, node: Any, items: list[tuple[int, int]], nbytes: int, *, packed: bool) -> None:
+    def _used(self, cache: Cache, node: Node, route: Route) -> None:
+        """Note that a path was fetched, after its bytes are on their way: the peer waits for those."""
+        if node.dead:
+            return
+        cache.radix.use(node, self._parts.now())
+        fresh, self._fresh = self._fresh, False
+        hot = fresh and self._home.fame.note(keys_of(route.shared, route.keys)[0], time.monotonic())
+        if hot and self._parts.peers:
+            self._parts.peers.pushes.offer(cache, node, len(route.keys) // cache.index.stride)
+
+    async def _send(
+        self, cache: Cache, node: Node, msg: frames.Fetch, items: list[tuple[int, int]], nbytes: int
+    ) -> None:
         """Bring a leased path's items to host and send them."""
         route = self._route
         assert route is not None
@@ -246,14 +284,18 @@ class Visit:
         places, sums = ([], []) if node.dead else lend(cache, node, items)
         if not places:
             raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
-        await self._pour(places, sums, echo(route.shared.id, path_keys(cache, node)), nbytes, packed=packed)
+        name = echo(route.shared.id, path_keys(cache, node))
+        await self._pour(Lent(places, sums, name, nbytes), msg.picks, packed=msg.packed)
 
-    async def _pour(self, places: list[Place], sums: list[int], name: bytes, nbytes: int, *, packed: bool) -> None:
-        """Send items that are leased."""
-        picks = picks_of((place.group, place.page) for place in places)
-        load = frames.Load(picks, np.array(sums, "<u8").tobytes(), nbytes, name, packed)
-        await self._pipe.pour(self._home.pool, load, places, self._pipe.within(nbytes))
-        self._parts.counts["pages_served_peer"] += len({place.page for place in places})
+    async def _pour(
+        self, lent: Lent, picks: tuple[Pick, ...], *, packed: bool, found: frames.Found | None = None
+    ) -> None:
+        """Send items that are leased; with the answer to what was asked with them."""
+        load = frames.Load(picks, sums_of(lent.sums), lent.nbytes, lent.name, packed)
+        if found is not None:
+            found.load = load
+        await self._pipe.pour(self._home.pool, load, lent.places, self._pipe.within(lent.nbytes), found)
+        self._parts.counts["pages_served_peer"] += len({place.page for place in lent.places})
         self._parts.counts["bytes_host_to_peer"] += self._pipe.wire
         self._parts.counts["peer_packed"] += packed
 
@@ -335,3 +377,12 @@ class Visit:
             with contextlib.suppress(KvtierError):
                 self._guest.commit(self._home.store.commits, self._taking, {})
             self._taking = None
+
+
+def _items(cache: Cache, picks: tuple[Pick, ...], pages: int) -> tuple[list[tuple[int, int]], int]:
+    """Items of a path of `pages` pages that are asked for, and their bytes; raises bad_request."""
+    items = items_of(cache.spec, picks, pages)
+    nbytes = nbytes_of(cache.spec, items)
+    if not items or (nbytes > CHUNK_BYTES and len(items) > MAX_FETCH and len({page for _, page in items}) > 1):
+        raise bad("picks", f"items of about {CHUNK_BYTES} bytes", nbytes)
+    return items, nbytes

@@ -71,6 +71,10 @@ class Cache:
         assert isinstance(self.index, KeyedIndex)
         return self.index
 
+    def gone(self, node: Node) -> bool:
+        """Whether nothing may be served from a node any more."""
+        return self.retired or node.dead
+
     def slot_cost(self, group: int) -> int:
         """Arena bytes that one item of a group takes."""
         return self.shape.slot_bytes[group] * self.shape.slots_per_item[group]

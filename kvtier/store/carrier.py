@@ -2,7 +2,8 @@
 
 Work is queued on streams; the thread looks at events and tells the loop when one is reached. What is not done by its
 deadline never will be, as far as anybody knows: the carrier is sick then, moves nothing more, and whoever waited is
-told `Stuck`, because the device may still write where it was told to.
+told `Stuck`, because the device may still write where it was told to. The thread may be what hangs, in a call of the
+driver (copies of memory that is not pinned are waited for there): then the loop finds it, and leaves the thread behind.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ from kvtier.types import Code, KvtierError
 
 DEADLINE_S: Final = 10.0
 """A batch of at most some 8 MiB that takes longer is stuck."""
+CALL_DEADLINES: Final = 3
+"""So many deadlines may the driver's calls for one batch take: kernels are compiled there when first used."""
+HURRY_S: Final = 1.0
+"""The deadline when the daemon has no time left."""
+WATCH_S: Final = 0.25
+"""So often the loop looks at the thread, while somebody waits for it."""
 OPEN_S: Final = 60.0
 """A driver that does not come up in this time is none."""
 POLL_S: Final = 2e-4
@@ -67,7 +74,7 @@ class Batch:
         self.end = end
         self.future = future
         self.event: Event | None = None
-        self.late = 0.0
+        self.begun = 0.0
 
 
 class Carrier:
@@ -80,7 +87,7 @@ class Carrier:
         self.uuid = b""
         self.shared: Shared | None = None
         self.on_sick: Callable[[], None] | None = None
-        """Called by the thread when the device failed."""
+        """Called once when the device failed, by the thread or on the loop."""
         self._make = make
         self._size = shared_bytes
         self._deadline_s = deadline_s
@@ -88,7 +95,11 @@ class Carrier:
         self._flying: deque[Batch] = deque()
         self._changed = threading.Condition()
         self._summing = asyncio.Lock()
+        self._entered: float | None = None
+        """Since when the thread is among the driver's calls for one batch; None while it waits for work."""
+        self._timer: asyncio.TimerHandle | None = None
         self._closing = False
+        self._fallen = False
         self._opened = threading.Event()
         self.scratch: Pinned
         self._thread = threading.Thread(target=self._run, name="kvtier-device", daemon=True)
@@ -134,7 +145,7 @@ class Carrier:
         return state.intdigest()
 
     async def call(self, work: Callable[[Device], T], urgency: Urgency = Urgency.ENGINE) -> T:
-        """What the thread gets from a call that queues nothing; its refusal is the caller's. Raises io when sick."""
+        """What the thread gets from a call that queues nothing; its refusal is the caller's. Raises busy, io."""
         box: list[Any] = []
 
         def begin(carrier: Carrier, _stream: Stream) -> None:
@@ -143,7 +154,10 @@ class Carrier:
             except KvtierError as exc:
                 box.append(exc)
 
-        result: T = await self.do(begin, lambda _: box[0], urgency)
+        try:
+            result: T = await self.do(begin, lambda _: box[0], urgency)
+        except Stuck as exc:
+            raise KvtierError(exc.code, exc.message) from exc  # nothing was queued that may still write
         return result
 
     async def transfer(self, start: Callable[[], Transfer], urgency: Urgency) -> None:
@@ -199,18 +213,33 @@ class Carrier:
                 raise KvtierError(Code.BUSY, f"{WAITING} batches wait for the device")
             queue.append(Batch(begin, end, future))
             self._changed.notify()
+        if self._timer is None:
+            self._watch(asyncio.get_running_loop())
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await drained(future)
             raise
 
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give the device up when the thread does not come out of the driver; goes on while somebody waits."""
+        self._timer = None
+        entered, most = self._entered, CALL_DEADLINES * self._deadline_s
+        if entered is not None and time.monotonic() - entered > most:
+            self._fall(f"a call of the device's driver did not return within {most:.1f} s")
+        if self.waiting:
+            self._timer = loop.call_later(WATCH_S, self._watch, loop)
+
+    def hurry(self) -> None:
+        """The daemon has no time left: what takes longer than a moment is stuck."""
+        self._deadline_s = min(self._deadline_s, HURRY_S)
+
     def close(self) -> None:
         """Drop what has not begun, wait for what the device does, give its memory back; a sick one keeps it."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread is not threading.current_thread() and self._opened.is_set():
+        if not self.sick:  # else the thread may be in the driver for ever
             self._thread.join(self._deadline_s + 1.0)
         if self.shared is not None and self.shared.fd >= 0:
             os.close(self.shared.fd)
@@ -245,54 +274,60 @@ class Carrier:
             if self._closing and not self._flying:
                 return False
             fresh = self._next()
+        self._entered = time.monotonic()
         try:
             if fresh is not None:
                 self._begin(*fresh)
             if self._flying:
                 self._look()
         except Exception as exc:  # noqa: BLE001 - whatever it is, somebody waits for what was queued
-            self.sick = str(exc) or type(exc).__name__
+            self.sick = self.sick or str(exc) or type(exc).__name__
+        self._entered = None
         return True
 
     def _next(self) -> tuple[Batch, Stream] | None:
-        """The most urgent batch, where another may fly (the lock is held)."""
+        """The most urgent batch, where another may fly; it does from here on (the lock is held)."""
         if len(self._flying) >= FLYING or self._closing:
             return None
         for queue, stream in zip(self._queues, self._streams, strict=True):
             if queue:
-                return queue.popleft(), stream
+                self._flying.append(queue.popleft())
+                return self._flying[-1], stream
         return None
 
     def _begin(self, batch: Batch, stream: Stream) -> None:
         """Queue a batch on a stream."""
-        self._flying.append(batch)
         batch.event = batch.begin(self, stream) or stream.record()
-        batch.late = time.monotonic() + self._deadline_s  # a kernel that has to be compiled first took none of it
+        batch.begun = time.monotonic()  # a kernel that has to be compiled first took none of it
 
     def _look(self) -> None:
         """Wait a little for the oldest batch, and hand over all that are done."""
-        oldest = self._flying[0]
+        flying = tuple(self._flying)
+        oldest = flying[0]
         assert oldest.event is not None
         reached = oldest.event.synchronize(POLL_S)
-        done = [b for b in self._flying if (b is oldest and reached) or (b is not oldest and b.event and b.event.done)]
+        done = [b for b in flying if (b is oldest and reached) or (b is not oldest and b.event and b.event.done)]
         for batch in done:
+            result = batch.end(self)
             self._flying.remove(batch)
-            _tell(batch.future, batch.end(self))
-        if self._flying and time.monotonic() > self._flying[0].late:
+            _tell(batch.future, result)
+        if self._flying and time.monotonic() - self._flying[0].begun > self._deadline_s:
             self.sick = f"the device did not move a batch within {self._deadline_s:.1f} s"
 
-    def _fall(self) -> None:
-        """Closing or sick: let everybody go who waits."""
+    def _fall(self, why: str = "") -> None:
+        """Closing or sick: let everybody go who waits. Once, by the thread, or on the loop where that hangs."""
         with self._changed:
-            queued = [batch for queue in self._queues for batch in queue]
-            for queue in self._queues:
-                queue.clear()
-            self._closing = True
+            if self._fallen:
+                return
+            self._fallen = self._closing = True
+            self.sick = self.sick or why
+            queued, flying = [batch for queue in self._queues for batch in queue], list(self._flying)
+            for waiting in (*self._queues, self._flying):
+                waiting.clear()
         for batch in queued:
             _tell(batch.future, KvtierError(Code.IO, self.sick or "closing"))
-        for batch in self._flying:
+        for batch in flying:
             _tell(batch.future, Stuck(Code.IO, self.sick))
-        self._flying.clear()
         if self.sick and self.on_sick is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.on_sick()

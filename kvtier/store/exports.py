@@ -52,6 +52,8 @@ class Export:
         self.spans = spans
         self.total = sum(span.end - span.first for span in spans)
         self.pages = 0
+        self.broken: set[Node] = set()
+        """Nodes with a page that could not be read: what is below them has no parent in the file."""
         head = archive.header(cache.spec, cache.scope, cache.epoch)
         self.ready: deque[memoryview] = deque([memoryview(archive.record(archive.HEADER, head, 0, b""))])
         self.ended = False
@@ -89,10 +91,13 @@ class Exports:
         if msg.of.tokens or msg.of.request or msg.of.session or msg.of.chain or msg.of.keys:
             found = held(await resolve(self.parts.caches, self.parts.requests, msg.of))
             cache, most = found.cache, 1 if found.cache.spec.keyed else found.pages
-            nodes = [node for last in found.nodes for node in cache.index.path(last)]
+            with self.parts.leased(cache, *found.nodes):
+                await self._settle(cache)
+                nodes = [node for last in found.nodes for node in cache.index.path(last)]
             spans = deque(Span(node, node.depth, min(node.end, most)) for node in nodes)
         else:
             cache = cache_of(self.parts.caches, msg.of.cache)
+            await self._settle(cache)
             spans = deque(Span(n, n.depth, n.depth + n.live) for n in cache.index.walk() if n.live)
         if not spans:
             raise KvtierError(Code.UNKNOWN, "nothing of it is cached", "of")
@@ -100,6 +105,11 @@ class Exports:
         number = self.visits.add(export, _nothing)
         size = export.total * sum(cache.item_bytes)
         return wire.Info({"export": number, "cache": cache.id.hex(), "pages": export.total, "bytes": size})
+
+    async def _settle(self, cache: Cache) -> None:
+        """Have in host what only a device has: it is read from there."""
+        if self.parts.vram is not None:
+            await self.parts.vram.settle([cache])
 
     async def next(self, msg: wire.ExportNext) -> wire.Chunk:
         """The file's next bytes. Raises unknown, busy."""
@@ -127,6 +137,8 @@ class Exports:
             index = export.cache.index
             if span.node.dead or span.first >= span.end:
                 continue
+            if export.broken and not export.broken.isdisjoint(index.path(span.node)):
+                continue
             node, at = index.locate(span.node, span.first)
             end = min(span.end, node.depth + node.live, span.first + RUN_PAGES)
             if at >= node.live or end <= span.first:
@@ -136,6 +148,7 @@ class Exports:
             if done:
                 export.spans.appendleft(span._replace(first=span.first + done))
                 return
+            export.broken.add(node)
 
     async def _run(self, export: Export, node: Node, first: int, end: int) -> int:
         """Read pages [first, end) of a leased node, or the first few of them; how many it was."""
@@ -172,7 +185,10 @@ class Exports:
 
 
 def _plan(cache: Cache, node: Node, first: int, end: int) -> tuple[list[Copy], int]:
-    """The items of pages [first, end) that are cached, up to RUN_BYTES, and how many pages that is."""
+    """The items of pages [first, end) that can be read, up to RUN_BYTES, and how many pages that is.
+
+    It ends before a page without an item that each page needs: only a device has that, or nobody any more.
+    """
     index = cache.index
     out: list[Copy] = []
     size = 0
@@ -181,8 +197,12 @@ def _plan(cache: Cache, node: Node, first: int, end: int) -> tuple[list[Copy], i
         if size > RUN_BYTES and page > first:
             return out, page - first
         at = page - node.depth
-        for group in range(index.groups):
-            host, disk = (index.get(node, at, tier, group) for tier in (Tier.HOST, Tier.DISK))
+        copies = [
+            [index.get(node, at, tier, group) for tier in (Tier.HOST, Tier.DISK)] for group in range(index.groups)
+        ]
+        if any(copies[group] == [NO_COPY, NO_COPY] for group in index.anchors):
+            return out, page - first
+        for group, (host, disk) in enumerate(copies):
             sums = node.sums[group]
             if sums is not None and (host != NO_COPY or disk != NO_COPY):
                 out.append(Copy(archive.Item(page - first, group, sums[at]), host, disk))

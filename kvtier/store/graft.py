@@ -84,8 +84,11 @@ def _graft_new(cache: Cache, run: Run, places: Places) -> bool:
         return False
     if parent.children is not None and run.keys[: index.stride] in parent.children:
         return False
-    if run.live != (1 << run.pages) - 1 or any(NO_COPY in cells for cells in run.cells):
+    if run.live != (1 << run.pages) - 1:
         return False
+    for cells in run.cells:
+        if NO_COPY in cells:
+            return False
     first = run.id << PAGE_BITS
     node = index.adopt(parent, run.keys, Tier.DISK, array("q", range(first, first + run.pages)), run.sums)
     node.chain = run.chains

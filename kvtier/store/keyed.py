@@ -257,7 +257,7 @@ def host_items(cache: Cache, nodes: list[Node | None], group: int) -> tuple[arra
     """Host handle and checksum per key, NO_COPY and 0 where there is none."""
     handles, sums = array("q"), array("Q")
     for node in nodes:
-        handle = NO_COPY if node is None or node.dead else cache.index.get(node, 0, Tier.HOST, group)
+        handle = NO_COPY if node is None or cache.gone(node) else cache.index.get(node, 0, Tier.HOST, group)
         kept = None if handle == NO_COPY or node is None else node.sums[group]
         handles.append(handle)
         sums.append(0 if kept is None else kept[0])

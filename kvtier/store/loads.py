@@ -206,11 +206,13 @@ class Loads:
         The caller holds a lease of its own; a host copy that others hold too is left for later.
         """
         index, tier = cache.index, m.tier
+        where, at = index.locate(m.node, m.page)
+        if cache.gone(m.node) or index.get(where, at, tier, m.group) != m.handle:
+            return  # another reader of the same copy found it first
         self.counts[f"load_{reason}" if tier == Tier.DISK else f"{Tier(tier).name.lower()}_{reason}"] += 1
         log.warning("cache %s page %d group %d: copy lost (%s)", cache.id.hex()[:12], m.page, m.group, reason)
-        if reason in {"io", "closing"} or m.node.dead:
+        if reason in {"io", "closing"}:
             return  # the device may come back; the bytes were not wrong
-        where, at = index.locate(m.node, m.page)
         if m.group not in index.anchors and isinstance(index, RadixIndex) and tier == Tier.DISK:
             dropped = index.forget(where, at, Tier.DISK, m.group)
             if all(index.get(where, at, Tier.DISK, group) != m.handle for group in range(index.groups)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from kvtier import wire
@@ -13,7 +12,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.persist import flush_error
 from kvtier.store.prompts import cache_of, held, own, resolve
-from kvtier.store.slices import popped, sliced
+from kvtier.store.slices import leaves, popped, sliced
 from kvtier.types import Code, KvtierError, Tier, bad
 
 
@@ -86,7 +85,7 @@ class Operate:
     async def _cut(self, cache: Cache, tops: list[Node]) -> tuple[int, int]:
         """Cut subtrees, leaves first; pages that somebody holds go when they are let go of."""
         pages = kept = 0
-        async for node in sliced(_leaves(tops)):
+        async for node in sliced(leaves(tops)):
             self._note(cache, node, Tier.HOST if node.count[Tier.HOST] else Tier.DISK)
             cut = cache.index.cut(node)
             cache.release(cut.freed, self.parts.disk)
@@ -142,15 +141,3 @@ class Operate:
             await asyncio.sleep(0)  # caches may be many and small
         self.parts.prune()
         return {"caches": [cache.id.hex() for cache in caches], "pages": pages, "held": kept}
-
-
-def _leaves(tops: list[Node]) -> Iterator[Node]:
-    """A leaf of some subtree, again and again until all of them were cut."""
-    while tops:
-        node = tops[-1]
-        if node.dead:
-            tops.pop()
-            continue
-        while node.children:
-            node = next(iter(node.children.values()))
-        yield node

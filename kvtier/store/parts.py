@@ -20,6 +20,7 @@ from kvtier.store.persist import Persist
 from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
 from kvtier.store.restore import Restore
+from kvtier.store.slices import leaves, sliced
 from kvtier.store.space import Space
 from kvtier.store.vram import DeviceMemory, Vram
 from kvtier.store.warmth import Warmth
@@ -79,6 +80,8 @@ class Parts:
         self.requests = Requests()
         self.closing: set[asyncio.Task[None]] = set()
         """What is being let go of and takes a while."""
+        self.freeing: set[asyncio.Task[None]] = set()
+        """Retired caches that are being emptied."""
         self._ended = asyncio.Event()
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""
@@ -107,7 +110,9 @@ class Parts:
         if found is not None:
             return found
         pool = self.host.pool(scope, shape_of(spec))
-        orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool), Tier.DISK: self.persist.order}
+        orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool)}
+        if self.disk is not None:
+            orders[Tier.DISK] = self.persist.order
         cache = Cache(next(self.numbers), spec, scope, epoch, pool, orders, self.ways.heat)
         self.ways.quotas.join(cache)
         self.caches[cache.number] = self.ids[cache.id] = cache
@@ -150,13 +155,23 @@ class Parts:
         res.instance.finish(res.number, res.published)
 
     def retire(self, cache: Cache) -> None:
-        """Free everything of a cache; what engines still hold goes when they let go of it."""
-        cache.retired = True
-        for node in list((cache.index.root.children or {}).values()):
-            cache.release(cache.index.cut(node).freed, self.disk)
-        if cache.disk is not None and self.disk is not None:
-            self.disk.drop_cache(cache.disk)
-            cache.disk = None
+        """Let nothing of a cache be found any more, and free it; what engines hold goes when they let go of it."""
+        cache.retired = cache.index.closed = True
+        task = asyncio.get_running_loop().create_task(self._free(cache))
+        self.freeing.add(task)
+        task.add_done_callback(self.freeing.discard)
+
+    async def _free(self, cache: Cache) -> None:
+        """Cut all of a retired cache, in slices; then its pages on disk go, all of them at once."""
+        try:
+            with self.leased(cache, cache.index.root):
+                async for node in sliced(leaves(list((cache.index.root.children or {}).values()))):
+                    cache.release(cache.index.cut(node).freed, None)
+        finally:  # also where the daemon ends before all is cut
+            if cache.disk is not None and self.disk is not None:
+                self.disk.drop_cache(cache.disk)
+                cache.disk = None
+        self.prune()
 
     def prune(self) -> None:
         """Forget caches that hold nothing and that nobody has open (not while the catalogue may yet fill them)."""

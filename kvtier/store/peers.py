@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import logging
 from array import array
+from collections.abc import Awaitable
 from typing import Final
 
 from kvtier import wire
@@ -66,7 +67,7 @@ class Guest(Instance):
         )
         try:
             reply = tokens.reserve(self.process, wire.Reserve(number, start, pages, wants, ROOM_MS))
-            got = await reply if inspect.isawaitable(reply) else reply
+            got = await self._known(cache, reply)
         finally:
             self.forget(number)
         return self.reservations.get(got.reservation)
@@ -75,8 +76,20 @@ class Guest(Instance):
         """Slots for those of the (concatenated) keys that are not here; None where there are none, or no room."""
         self._join(cache)
         reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
-        got = await reply if inspect.isawaitable(reply) else reply
-        return self.reservations.get(got.reservation)
+        return self.reservations.get((await self._known(cache, reply)).reservation)
+
+    async def _known(self, cache: Cache, reply: wire.Reserved | Awaitable[wire.Reserved]) -> wire.Reserved:
+        """The reply; a guest does not hold caches open, and this one must not be forgotten while it waits for room."""
+        with self.parts.leased(cache, cache.index.root):
+            return await reply if inspect.isawaitable(reply) else reply
+
+    def _join(self, cache: Cache) -> None:
+        """Write whole items of a cache; those that are forgotten by now go."""
+        ranks = self.process.ranks
+        if cache.number not in ranks:
+            for number in [number for number in ranks if number not in self.parts.caches]:
+                del ranks[number]
+            ranks[cache.number] = self.join_shard(cache, wire.Open(cache.spec))
 
     def _join(self, cache: Cache) -> None:
         """Write whole items of a cache; those that are forgotten by now go."""

@@ -187,9 +187,10 @@ class Persist:
                 self.pump_soon()
                 return
             entry = self.queue[0]
-            if entry.first >= entry.end or entry.node.dead or entry.failed:
+            gone = entry.cache.gone(entry.node)
+            if entry.first >= entry.end or gone or entry.failed:
                 self.queue.popleft()
-                self._settle(entry, entry.end - entry.first, "" if not entry.node.dead else GONE)
+                self._settle(entry, entry.end - entry.first, GONE if gone else "")
                 continue
             if not self._write_run(entry):
                 return

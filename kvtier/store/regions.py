@@ -269,7 +269,7 @@ class Regions:
             res.hashing -= 1
             for n in filled:
                 res.mark(process, n, 1)
-                done[n] = not res.nodes[n].dead
+                done[n] = not res.cache.gone(res.nodes[n])
             res.abandon()
             res.acks.add(process)
             res.committer = None  # its number was told to nobody: nor is what becomes durable

@@ -141,7 +141,7 @@ class Reservation:
                 continue
             node, at = index.locate(self.nodes[0], self.start + self.next)
             parent = node.parent
-            if node.dead or parent is None or at > node.live or parent.live < parent.pages:
+            if cache.gone(node) or parent is None or at > node.live or parent.live < parent.pages:
                 break
             if at < node.live:
                 self._merge(node, at)
@@ -200,7 +200,7 @@ class Reservation:
 
     def publish_keys(self, positions: Sequence[int], now: float) -> list[int]:
         """Serve complete keys, whatever the others do; returns the positions that are new."""
-        ready = [at for at in positions if self.state[at] == COMPLETE and not self.nodes[at].dead]
+        ready = [at for at in positions if self.state[at] == COMPLETE and not self.cache.gone(self.nodes[at])]
         fresh: list[int] = []
         known: list[int] = []
         for at in ready:
@@ -277,7 +277,7 @@ class Reservation:
     @property
     def dead(self) -> bool:
         """Whether its place in the index was cut away."""
-        return all(node.dead for node in self.nodes)
+        return all(self.cache.gone(node) for node in self.nodes)
 
     @property
     def stuck(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from kvtier.types import NO_COPY, KvtierError, Tier
 
 REST_S = 5.0
 """Between two rounds, and while there is nothing to read."""
+_log = logging.getLogger("kvtier.scrub")
 
 
 class Place(NamedTuple):
@@ -51,6 +53,9 @@ class Scrub:
                 try:
                     read = await self.check(place)
                 except KvtierError:  # busy: what engines wait for comes first
+                    read = 0
+                except Exception:  # noqa: BLE001 - one copy that cannot be read must not be the last one
+                    _log.exception("a copy could not be checked")
                     read = 0
                 await asyncio.sleep(read / rate if read else 0)
             self.counts["scrub_rounds"] += 1

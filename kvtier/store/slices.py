@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Final, TypeVar
 
+from kvtier.index import Node
+
 SLICE_S: Final = 1e-3
 
 T = TypeVar("T")
@@ -27,3 +29,15 @@ def popped(stack: list[T]) -> Iterator[T]:
     """Items of a stack that grows meanwhile."""
     while stack:
         yield stack.pop()
+
+
+def leaves(tops: list[Node]) -> Iterator[Node]:
+    """A leaf of some subtree, again and again until all of them were cut."""
+    while tops:
+        node = tops[-1]
+        if node.dead:
+            tops.pop()
+        elif node.children:
+            tops += node.children.values()
+        else:
+            yield node

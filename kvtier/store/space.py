@@ -20,6 +20,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.carrier import Stuck
 from kvtier.store.copying import Copying, Move
 from kvtier.store.persist import Persist
+from kvtier.store.slices import sliced
 from kvtier.store.ways import Ways
 from kvtier.tiers.host import SlabTier
 from kvtier.tiers.pool import SlotPool
@@ -222,14 +223,16 @@ class Space:
         index.settle(node)
         index.requeue(node, self.tier)
 
-    def unsaved_from(self, index: Index, node: Node, lo: int, hi: int) -> int:
-        """First page of [lo, hi) with an item that is here and in no slower tier; hi when all are saved."""
-        return self._alone_from(index, node, lo, hi, self.saved)
+    def unsaved_from(self, index: Index, node: Node, lo: int, hi: int, groups: Iterable[int] = ()) -> int:
+        """First page of [lo, hi) with an item (of these groups) here and in no slower tier; hi when all are saved."""
+        return self._alone_from(index, node, lo, hi, self.saved, groups)
 
-    def _alone_from(self, index: Index, node: Node, lo: int, hi: int, others: tuple[Tier, ...]) -> int:
+    def _alone_from(
+        self, index: Index, node: Node, lo: int, hi: int, others: tuple[Tier, ...], groups: Iterable[int] = ()
+    ) -> int:
         """First page of [lo, hi) with an item that is here and in none of the others; hi when there is none."""
         first = hi
-        for group in range(index.groups):
+        for group in groups or range(index.groups):
             here = node.handles(self.tier, group)
             if here is None:
                 continue
@@ -295,12 +298,18 @@ class Space:
             return False
         donor.close_slab(slab)
         needs = [0] * len(donor.shape.slot_bytes)
-        needs[slab.group] = slab.used
+        left = slab.used
         try:
-            self.evict(donor, needs)
+            while left > 0:
+                needs[slab.group] = min(AHEAD, left)
+                if not self.evict(donor, needs):
+                    break
+                left -= AHEAD
+                await asyncio.sleep(0)
             for cache in [c for c in self.caches.values() if c.pools.get(self.tier) is donor]:
-                for node, at, group in self._inside(cache, slab):
-                    await self._relocate(cache, node, at, group, slab)
+                async for node in sliced(cache.index.walk()):
+                    for at in self._inside(cache, node, slab):
+                        await self._relocate(cache, node, at, slab.group, slab)
         finally:
             if slab.used:
                 donor.reopen_slab(slab)
@@ -341,20 +350,14 @@ class Space:
                 pool.free(group, fresh)
             self.unlease(cache, node)
 
-    def _inside(self, cache: Cache, slab: Slab) -> Iterable[tuple[Node, int, int]]:
-        """(node, page number, group) of every item of the cache with a slot in the slab."""
-        out: list[tuple[Node, int, int]] = []
+    def _inside(self, cache: Cache, node: Node, slab: Slab) -> list[int]:
+        """Page numbers of a node's items with a slot in the slab."""
+        held = node.handles(self.tier, slab.group)
+        if held is None:
+            return []
         pool = cache.pools[self.tier]
-        for node in cache.index.walk():
-            held = node.handles(self.tier, slab.group)
-            if held is not None:
-                found = np.flatnonzero(held != NO_COPY)
-                out += [
-                    (node, node.depth + int(at), slab.group)
-                    for at in found
-                    if _holds(pool, slab, slab.group, int(held[at]))
-                ]
-        return out
+        there = np.flatnonzero(held != NO_COPY).tolist()
+        return [node.depth + at for at in there if _holds(pool, slab, slab.group, int(held[at]))]
 
     @contextlib.contextmanager
     def leased(self, cache: Cache, *nodes: Node) -> Iterator[None]:

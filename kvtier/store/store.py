@@ -283,12 +283,15 @@ class Store:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
         self.closing = True
         self.loading.cancel()
+        if self.parts.vram is not None:
+            asyncio.get_running_loop().call_later(timeout_s, self.parts.vram.carrier.hurry)
         if self.parts.peers is not None:
             await self.parts.peers.close()
         self.visits.close()
-        for task in self._background:
+        ending = [*self._background, *self.parts.freeing]
+        for task in ending:
             task.cancel()
-        await asyncio.wait(self._background)
+        await asyncio.wait(ending)
         if self.parts.disk is not None and not self.parts.loading:
             deadline = asyncio.get_running_loop().time() + timeout_s
             if self.parts.vram is not None:
@@ -318,10 +321,11 @@ class Store:
         self.parts.room_for(msg.spec, scope, max(known, msg.epoch))
         cache = self.parts.cache(msg.spec, scope, max(known, msg.epoch))
         process.ranks[cache.number] = process.instance.join_shard(cache, msg)
-        return self._open_newer(process, cache) if msg.epoch > known else self._opened(process, cache)
+        safe = known if self.parts.disk is None else self.parts.disk.epoch(base)
+        return self._open_newer(process, cache) if msg.epoch > safe else self._opened(process, cache)
 
     async def _open_newer(self, process: Process, cache: Cache) -> wire.Opened:
-        """An engine that reset while this daemon was away brings its epoch."""
+        """An engine that reset while this daemon was away brings its epoch; so does one that asks again."""
         await self._supersede(cache)
         return self._opened(process, cache)
 
@@ -352,6 +356,7 @@ class Store:
         process.ranks[cache.number] = rank
         process.instance.shards.setdefault(cache.number, shards)
         process.instance.inherit(old.number, cache.number)
+        await asyncio.sleep(0)  # where the old one held little, all of that is free by now
         self.parts.prune()
         return self._opened(process, cache)
 
@@ -367,11 +372,8 @@ class Store:
 
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
         """Wait until what was committed is durable; raises no_space or io where it is not."""
-        if msg.cache:
-            caches = [self.parts.opened(process, msg.cache)]
-        else:
-            caches = [self.parts.caches[number] for number in process.ranks]
-        return await self._flush(caches, msg.wait_ms)
+        numbers = [self.parts.opened(process, msg.cache).number] if msg.cache else process.ranks
+        return await self._flush([self.parts.caches[number] for number in numbers], msg.wait_ms)
 
     async def flush_all(self, msg: wire.Flush) -> wire.Ok:
         """The same for every cache."""

@@ -238,7 +238,7 @@ class Tokens(Reserving):
             except BaseException:
                 self._drop(instance, lease)
                 raise
-            if not node.dead and cache.radix.resumable(node, lease.pages, LOCAL)[1] == lease.pages:
+            if not cache.gone(node) and cache.radix.resumable(node, lease.pages, LOCAL)[1] == lease.pages:
                 _, pages = cache.radix.resumable(node, lease.pages, lease.tiers)  # time or room is up
                 if pages == lease.pages:
                     return self._grant(instance, lease)

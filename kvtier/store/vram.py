@@ -170,15 +170,15 @@ class Vram:
             if node.dead or not node.count[Tier.DEVICE]:
                 continue
             found = True
-            lo = self.space.unsaved_from(cache.index, node, 0, node.pages)
-            if lo < node.pages and lo < node.live:
+            lo = self.space.unsaved_from(cache.index, node, 0, node.live, cache.index.anchors)
+            if lo < node.live:
                 self._lose(cache, node, lo)
             else:
                 cache.release(cache.index.drop(node, 0, node.pages, Tier.DEVICE), self._disk)
         return found
 
     def _lose(self, cache: Cache, node: Node, lo: int) -> None:
-        """Cut pages from one on that the device alone had."""
+        """Cut pages from one on: the device alone had what every page needs."""
         index = cache.radix
         lost = index.cut_at(node, node.depth + lo)
         above = lost.parent

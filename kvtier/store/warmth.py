@@ -11,6 +11,8 @@ import logging
 import os
 import struct
 import time
+from array import array
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +37,7 @@ log = logging.getLogger("kvtier.warmth")
 MAGIC: Final = b"KVHEAT1\n"
 HEAD: Final = struct.Struct("<8sdQ")
 ROW: Final = np.dtype([("handle", "<u8"), ("idle", "<f4"), ("scores", "<f4", (SCORES,))])
+_SCORES_BYTES: Final = 8 * SCORES
 MOST: Final = 1 << 18
 """Rows kept: those used last."""
 REST_S: Final = 30.0
@@ -49,12 +52,14 @@ class Warmth:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self._rows: NDArray[np.void] = np.empty(0, ROW)
-        """In the order of their handles."""
-        self._of_run: dict[int, tuple[int, int]] = {}
-        """By run: which rows are of its pages."""
-        self._then = 0.0
-        """The time now of when the rows were written: one for all, however long loading takes."""
+        self._handles = array("Q")
+        """What was read, in the order of the handles: those,"""
+        self._used = array("d")
+        """when their nodes were used last, in the time of now,"""
+        self._scores = b""
+        """and the scores then."""
+        self._of_run: dict[int, int] = {}
+        """By run: the first row of its pages."""
 
     @property
     def path(self) -> Path | None:
@@ -116,31 +121,37 @@ class Warmth:
             self.parts.counts["heat_damaged"] += 1
             log.warning("%s is damaged: what is on disk begins cold", path)
             return
-        self._then = self.parts.now() - max(0.0, time.time() - HEAD.unpack_from(raw)[1])
-        self._rows = rows[np.argsort(rows["handle"])]
-        runs, first, count = np.unique(self._rows["handle"] >> PAGE_BITS, return_index=True, return_counts=True)
-        self._of_run = dict(zip(runs.tolist(), zip(first.tolist(), (first + count).tolist(), strict=True), strict=True))
+        then = self.parts.now() - max(0.0, time.time() - HEAD.unpack_from(raw)[1])  # however long loading takes
+        rows = rows[np.argsort(rows["handle"])]
+        self._handles = array("Q", rows["handle"].tobytes())
+        self._used = array("d", (then - rows["idle"].astype("f8")).tobytes())
+        self._scores = Heat.renewed(rows["scores"], then).tobytes()
+        runs, first = np.unique(rows["handle"] >> PAGE_BITS, return_index=True)
+        self._of_run = dict(zip(runs.tolist(), first.tolist(), strict=True))
 
     def apply(self, cache: Cache, run: Run, places: Places) -> None:
         """Warm the nodes that a run was just put into."""
-        span = self._of_run.pop(run.id, None)
-        if span is None:
-            return
-        for handle, idle, scores in self._rows[slice(*span)].tolist():
-            page = handle & PAGE_MASK
+        at = self._of_run.pop(run.id, len(self._handles))
+        while at < len(self._handles) and self._handles[at] >> PAGE_BITS == run.id:
+            page = self._handles[at] & PAGE_MASK
             node = _keyed(cache, run) if cache.spec.keyed else places.below(run, page)
-            if node is None or node.dead:
-                continue
-            node, _ = cache.index.locate(node, 0 if cache.spec.keyed else run.depth + page)
-            used = self._then - idle
-            node.time = max(node.time, used) if node.time else used
-            if node.heat is None:
-                node.heat = Heat.renewed(scores.tolist(), self._then)
-            self.parts.counts["heat_restored"] += 1
+            if node is not None and not node.dead:
+                self._warm(cache.index.locate(node, 0 if cache.spec.keyed else run.depth + page)[0], at)
+            at += 1
+
+    def _warm(self, node: Node, at: int) -> None:
+        """Give a node what a row says."""
+        used = self._used[at]
+        node.time = max(node.time, used) if node.time else used
+        if node.heat is None:
+            heat = array("d", self._scores[at * _SCORES_BYTES : (at + 1) * _SCORES_BYTES])
+            if heat[0] > -inf:
+                node.heat = heat
+        self.parts.counts["heat_restored"] += 1
 
     def forget(self) -> None:
         """Everything is indexed."""
-        self._rows = np.empty(0, ROW)
+        self._handles, self._used, self._scores = array("Q"), array("d"), b""
         self._of_run.clear()
 
 

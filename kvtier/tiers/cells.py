@@ -185,19 +185,20 @@ class Cells:
 
     def mark(self, span: Span) -> bool:
         """While loading: a record names these cells. False (and no change) if they cannot be its cells."""
-        slab, at = divmod(span.first, self.slab_blocks)
-        if span.first < 0 or slab >= self.slabs or span.blocks < 1 or span.cells < 1 or at % span.blocks:
+        first, blocks, cells = span
+        slab, at = divmod(first, self.slab_blocks)
+        if first < 0 or slab >= self.slabs or blocks < 1 or cells < 1 or at % blocks:
             return False
-        per_slab = self.slab_blocks // span.blocks
-        if at // span.blocks + span.cells > per_slab or self._size[slab] not in (0, span.blocks):
+        per_slab, at, size = self.slab_blocks // blocks, at // blocks, self._size[slab]
+        if at + cells > per_slab or size not in (0, blocks):
             return False
-        bits = ((1 << span.cells) - 1) << (at // span.blocks)
-        mask = self._mask[slab] if self._size[slab] else (1 << per_slab) - 1
-        if mask & bits != bits:
+        bits = (1 << cells) - 1
+        mask = self._mask[slab] if size else (1 << per_slab) - 1
+        if mask >> at & bits != bits:
             return False
-        self._size[slab] = span.blocks
-        self._mask[slab] = mask ^ bits
-        self.used += span.total
+        self._size[slab] = blocks
+        self._mask[slab] = mask ^ bits << at
+        self.used += blocks * cells
         return True
 
     def unmark(self, span: Span) -> None:

@@ -60,7 +60,7 @@ class Move(NamedTuple):
 
     def placed(self) -> list[Placed]:
         """The run's cells and sums as they will be, for its record."""
-        parts = [cells[:] for cells in self.run.parts]
+        parts = [array("q", cells) for cells in self.run.parts]
         for (group, at), cell in zip(self.places, self.new, strict=True):
             parts[group][at] = cell
         out: list[Placed] = []
@@ -279,6 +279,8 @@ class Ledger:
         """
         self._moving.pop(move.ticket)
         run = move.run
+        parts = [array("q", each) for each in run.parts]
+        cells = parts if run.cells is run.parts else [array("q", each) for each in run.cells]
         left: list[int] = []
         late: list[int] = []
         for (group, at), old, new in zip(move.places, move.old, move.new, strict=True):
@@ -287,9 +289,10 @@ class Ledger:
                 late.append(new)
                 continue
             left.append(old)
-            run.parts[group][at] = new
+            parts[group][at] = new
             if not part:
-                run.cells[group % run.groups][page] = new
+                cells[group % run.groups][page] = new
+        run.parts, run.cells = tuple(parts), tuple(cells)
         layout = Layout(move.size, 1, self.cells.slab_blocks)
         return self._retire(spans_of(left, layout)), self._retire(spans_of(late, layout))
 
@@ -306,14 +309,14 @@ class Ledger:
 
         With a cache given: None, too, where it is of another one, or below another parent, or begins with another page.
         """
-        self.next_run = max(self.next_run, run_number(key) + 1)
+        if (number := run_number(key)) >= self.next_run:
+            self.next_run = number + 1
         found = decode_run(key, value, self._layouts)
         if found is None:
             return None
-        asked = found[0].cache == cache and found[0].parent == parent and found[0].keys.startswith(first)
-        if cache and not asked:
-            return None
         run, spans = found
+        if cache and not (run.cache == cache and run.parent == parent and run.keys.startswith(first)):
+            return None
         if mask is not None:
             run.live, run.trimmed = run.live & decode_number(key, mask), True
             spans = run.spans(run.live)
@@ -341,8 +344,8 @@ class Ledger:
             return "has other pages or sums"
         spread = [page for page in range(run.pages) if live >> page & 1]
         same = all(
-            old[page * layout.parts : (page + 1) * layout.parts] == new[page * layout.parts : (page + 1) * layout.parts]
-            for old, new, layout in zip(found[0].parts, run.parts, run.layouts, strict=True)
+            list(old[page * count : (page + 1) * count]) == list(new[page * count : (page + 1) * count])
+            for old, new, (_, count, _) in zip(found[0].parts, run.parts, run.layouts, strict=True)
             for page in spread
         )
         return "" if same else "has other cells"

@@ -29,7 +29,7 @@ def load_runs(
             return
         after = chunk[-1][0]
         for key, value, mask in chunk:
-            if run_number(key) in early:
+            if early and run_number(key) in early:
                 continue
             run = None
             try:

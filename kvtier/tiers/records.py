@@ -133,9 +133,9 @@ class Run:
         """Bit i: page i is still stored (a page of which no group has an item never was)."""
         self.trimmed = False
         """Whether the catalogue holds a mask for this run."""
-        self.cells: tuple[array[int], ...] = ()
+        self.cells: tuple[Sequence[int], ...] = ()
         """Per group, the block where each page's item begins; -1 where the page has none."""
-        self.parts: tuple[array[int], ...] = ()
+        self.parts: tuple[Sequence[int], ...] = ()
         """Per layout, the blocks where each page's cells begin: as many for each page as it has parts; or nothing."""
         self.sums: tuple[array[int], ...] = ()
         """Per group, xxh3-64 of each page's item."""
@@ -156,7 +156,7 @@ class Run:
         return out
 
 
-def _of_pages(parts: array[int], count: int, pages: int, end: int) -> Iterable[int]:
+def _of_pages(parts: Sequence[int], count: int, pages: int, end: int) -> Iterable[int]:
     """The cells, `count` a page, of the pages in this mask."""
     for page in range(end):
         if pages >> page & 1:
@@ -212,10 +212,8 @@ def seal(key: bytes, body: bytes) -> bytes:
 
 def unseal(key: bytes, value: bytes | memoryview) -> bytes:
     """The body of a sealed value; raises Damaged where the checksum differs."""
-    sealed = bytes(value)
-    body = sealed[: -_CHECK.size]
-    check = int.from_bytes(sealed[-_CHECK.size :], "little")
-    if len(sealed) < _CHECK.size or xxhash.xxh3_64_intdigest(key + body) != check:
+    body = bytes(value[: -_CHECK.size])
+    if value[-_CHECK.size :] != _CHECK.pack(xxhash.xxh3_64_intdigest(key + body)):
         raise Damaged
     return body
 

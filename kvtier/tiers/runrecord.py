@@ -75,14 +75,12 @@ def _plain(run: Run, groups: tuple[_Group, ...]) -> list[Span] | None:
     pages, full = run.pages, (1 << run.pages) - 1
     cells, sums, spans = [], [], []
     for (blocks, parts, _), group in zip(run.layouts, groups, strict=True):
-        if parts != 1 or group.present != full or len(group.spans) != 3 or len(group.sums) != 8 * pages:
+        first, *size = group.spans or (0,)
+        if parts != 1 or group.present != full or size != [blocks, pages] or len(group.sums) != 8 * pages:
             return None
-        first, size, count = group.spans
-        if size != blocks or count != pages:
-            return None
-        cells.append(array("q", range(first, first + blocks * pages, blocks)))
+        cells.append(range(first, first + blocks * pages, blocks))
         sums.append(array("Q", group.sums))
-        spans.append(Span(first, size, count))
+        spans.append(Span(first, blocks, pages))
     run.live = full
     run.cells = run.parts = tuple(cells)
     run.sums = tuple(sums)

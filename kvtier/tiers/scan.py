@@ -97,8 +97,7 @@ def _read(txn: lmdb.Transaction, db: lmdb._Database) -> int:
     count, last = 0, b""
     there = txn.cursor(db)
     for item, value in txn.cursor(db):
-        hash(bytes(value))
-        key = bytes(item)
+        key, _ = bytes(item), bytes(value)
         if count and key <= last:
             raise lmdb.CorruptedError("keys out of order")
         if not there.set_key(key):  # the way down to it may be damaged where the way along is not

@@ -59,7 +59,7 @@ class Engine:
         """Forget SGLang's own cache, of the GPU and of the host."""
         return {"done": bool(self.engine.flush_cache())}
 
-    def scale(self, model: str, by: float) -> dict[str, Any]:
+    def scale(self, model: str, by: float, flush: bool = True) -> dict[str, Any]:
         """Change weights in place: those of the first norm, to the file's times `by`."""
         import torch
         from safetensors import safe_open
@@ -68,7 +68,7 @@ class Engine:
         with safe_open(f"{model}/model.safetensors", "pt") as file:
             tensor = file.get_tensor(name) * torch.tensor(by)
         self.engine.begin_weight_update()
-        done = self.engine.update_weights_from_tensor([(name, tensor)])
+        done = self.engine.update_weights_from_tensor([(name, tensor)], flush_cache=flush)
         self.engine.end_weight_update()
         return {"done": str(done)}
 

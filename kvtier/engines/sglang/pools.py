@@ -51,37 +51,32 @@ class Pool:
         good = 0
         try:
             pages = self._pages(indices, len(keys))
+            cache = self.cache  # of one time, should weights change meanwhile
             with quick_turns:
-                while good < len(pages) and (more := self._load(keys[self._part(good)], pages[self._part(good)])):
+                while good < len(pages):
+                    part = self._part(good)
+                    if not (more := _load(cache, keys[part], pages[part])):
+                        break
                     good += more
         except KvtierError:
             _log.exception("loading pages")
         return [n < good for n in range(len(keys))]
-
-    def _load(self, keys: Sequence[str], pages: list[list[Data]]) -> int:
-        """Load as many leading pages as are there and may be held at once; how many."""
-        with self.cache.acquire_keys(0, names(keys), wait_ms=LOAD_MS) as lease:
-            read = (lease.read(0, number, pages[number]) for number in range(lease.pages))
-            return sum(1 for _ in itertools.takewhile(bool, read))
 
     def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
         """Copy pages out of the pool's memory; whether each is served then."""
         done = 0
         try:
             pages = self._pages(indices, len(keys))
+            cache = self.cache
             with quick_turns:
-                while done < len(pages) and (more := self._store(keys[self._part(done)], pages[self._part(done)])):
+                while done < len(pages):
+                    part = self._part(done)
+                    if not (more := _store(cache, keys[part], pages[part])):
+                        break
                     done += more
         except KvtierError:
             _log.exception("storing pages")
         return [n < done for n in range(len(keys))]
-
-    def _store(self, keys: Sequence[str], pages: list[list[Data]]) -> int:
-        """Store as many leading pages as there is room for now; how many."""
-        with self.cache.reserve_keys(0, names(keys), wait_ms=STORE_MS) as held:
-            for number in range(held.pages):
-                held.write(0, number, pages[number])
-            return held.commit()
 
     def _part(self, first: int) -> slice:
         """Pages from one on, as many as one request takes."""
@@ -94,6 +89,21 @@ class Pool:
         pieces = pieces_of(self.memory, indices)
         each = len(pieces) // count
         return [pieces[at : at + each] for at in range(0, len(pieces), each)]
+
+
+def _load(cache: Cache, keys: Sequence[str], pages: list[list[Data]]) -> int:
+    """Load as many leading pages as are there and may be held at once; how many."""
+    with cache.acquire_keys(0, names(keys), wait_ms=LOAD_MS) as lease:
+        read = (lease.read(0, number, pages[number]) for number in range(lease.pages))
+        return sum(1 for _ in itertools.takewhile(bool, read))
+
+
+def _store(cache: Cache, keys: Sequence[str], pages: list[list[Data]]) -> int:
+    """Store as many leading pages as there is room for now; how many."""
+    with cache.reserve_keys(0, names(keys), wait_ms=STORE_MS) as held:
+        for number in range(held.pages):
+            held.write(0, number, pages[number])
+        return held.commit()
 
 
 class QuickTurns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Final
 
+from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 from kvtier.types import bad
@@ -17,32 +18,47 @@ CHANGING: Final = (
 )
 """Methods of SGLang's that write weights which requests are then computed with."""
 
-_changes = [0]
+
+class _Seen:
+    """What has happened in this process."""
+
+    count = 0
+    stale = False
+    """SGLang may have KV of older weights than now: they have changed and it has not flushed since."""
 
 
 def count() -> int:
-    """How often weights may have changed: each change counts when it begins and when it ends."""
-    return _changes[0]
+    """How often weights may have changed, or KV of older ones was dropped: each counts when it begins and ends."""
+    return _Seen.count
 
 
 def watch() -> None:
-    """Count changes from now on; raises bad_request where this release of SGLang changes weights in other ways."""
-    for name in CHANGING:
-        method = getattr(WeightUpdater, name, None)
+    """Count from now on; raises bad_request where this release of SGLang changes weights in other ways.
+
+    The first flush after a change counts too: SGLang keeps KV of the old weights until then, and stores it.
+    """
+    for kind, name in [*((WeightUpdater, each) for each in CHANGING), (HiCacheController, "reset")]:
+        method = getattr(kind, name, None)
         if method is None:
-            raise bad("sglang", f"a release with WeightUpdater.{name}: else changed weights would go unseen")
+            raise bad("sglang", f"a release with {kind.__name__}.{name}: else changed weights would go unseen")
         if not hasattr(method, "kvtier"):
-            setattr(WeightUpdater, name, _counted(method))
+            setattr(kind, name, _counted(method, kind is WeightUpdater))
 
 
-def _counted(method: Any) -> Any:
+def _counted(method: Any, changes: bool) -> Any:
+    """The method, with its calls counted; those that flush only where there may be something to drop."""
+
     @functools.wraps(method)
     def counted(*args: Any, **options: Any) -> Any:
-        _changes[0] += 1
+        step = int(changes or _Seen.stale)
+        _Seen.count += step
+        _Seen.stale |= changes
         try:
-            return method(*args, **options)
+            result = method(*args, **options)
         finally:
-            _changes[0] += 1
+            _Seen.count += step
+        _Seen.stale = changes
+        return result
 
     counted.kvtier = True  # type: ignore[attr-defined]
     return counted

@@ -11,6 +11,7 @@ import msgspec
 from vllm import __version__ as vllm_version
 
 from kvtier.engines.dynamic import rope_kind
+from kvtier.engines.vllm.media import refuse_numbered, turning
 from kvtier.engines.weights import weights_digest
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Kind, bad
@@ -94,9 +95,12 @@ def ranks_of(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
     return replicas, vllm_config.parallel_config.tensor_parallel_size // replicas
 
 
-def changed(spec: CacheSpec, instance: str) -> CacheSpec:
-    """The cache of an engine whose weights have changed since they were read: its own, as nobody knows them."""
-    return msgspec.structs.replace(spec, revision=f"{spec.revision[:256]} changed in {instance}")
+def changed(spec: CacheSpec, nonce: str) -> CacheSpec:
+    """The cache of an engine whose weights have changed since they were read: its own, as nobody knows them.
+
+    Its name is drawn anew each time: an operator may give two engines, or one engine twice, the same name.
+    """
+    return msgspec.structs.replace(spec, revision=f"{spec.revision[:256]} changed {nonce}")
 
 
 def slices_of(spec: CacheSpec, shard: int, shards: int) -> tuple[Slice, ...]:
@@ -112,7 +116,11 @@ def model_name(vllm_config: Any) -> str:
 
 
 def model_fingerprint(vllm_config: Any) -> bytes:
-    """Digest of weights and settings; `fingerprint` in the connector's extra configuration replaces or sharpens it."""
+    """Digest of weights and settings; `fingerprint` in the connector's extra configuration replaces or sharpens it.
+
+    Raises bad_request where weights are not here, or media of requests have no digests.
+    """
+    refuse_numbered(vllm_config)
     said = _said(vllm_config)
     config, load = vllm_config.model_config, vllm_config.load_config
     settings = [config.quantization, load.load_format, config.dtype]
@@ -120,9 +128,21 @@ def model_fingerprint(vllm_config: Any) -> bytes:
         settings.append(config.seed)
     if rope_kind(config.hf_config.to_dict()):  # vLLM chooses its factors by the longest sequence
         settings.append(config.max_model_len)
+    lora = getattr(vllm_config, "lora_config", None)
+    if lora is not None and str(lora.lora_dtype) not in {"auto", str(config.dtype)}:
+        settings.append(lora.lora_dtype)
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if draft is not None and (draft.model, draft.revision) == (config.model, config.revision):
+        draft = None  # it lies with the model
     if said not in {"", "sample", "exact"}:
-        return weights_digest_of_name(said, config, settings)
-    return weights_digest(local_model(config), config.hf_config.to_dict(), *settings, exact=said == "exact")
+        more = [] if draft is None else [draft.model, draft.revision, draft.hf_config.to_json_string()]
+        return weights_digest_of_name(said, config, settings + turning(config, None) + more)
+    if draft is not None:  # its KV is in the pages too
+        digest = weights_digest(local_model(draft), draft.hf_config.to_dict(), draft.dtype, exact=said == "exact")
+        settings += [draft.quantization, digest.hex()]
+    folder = local_model(config)
+    settings += turning(config, Path(folder))
+    return weights_digest(folder, config.hf_config.to_dict(), *settings, exact=said == "exact")
 
 
 def weights_digest_of_name(name: str, config: Any, settings: list[Any]) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Final
 
+from kvtier.engines.vllm.outcomes import outcome
 from kvtier.types import Presence
 
 PENDING_S: Final = 1.0
@@ -75,6 +76,7 @@ class Lookups:
         """Note answers that have come."""
         while self._asked and self._asked[0][1].done():
             keys, answer = self._asked.pop(0)
-            for key, state in zip(keys, answer.result(), strict=True):
+            states = outcome(answer, bytes([Presence.MISS]) * len(keys))
+            for key, state in zip(keys, states, strict=True):
                 if key in self._known:
                     self._known[key] = Presence(state)

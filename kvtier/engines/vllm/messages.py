@@ -53,8 +53,8 @@ class Save:
 class Plan(KVConnectorMetadata):  # type: ignore[misc]
     """From the scheduler, every step."""
 
-    changed: bool = False
-    """The weights are not those that were read at start."""
+    changed: str = ""
+    """Names the weights where they are not those that were read at start."""
     epoch: int = 0
     fence: bool = False
     """Blocks whose save may still run are given to something else: end all of them before this step."""

@@ -6,12 +6,12 @@ for again in a later step (a lookup) or given up (a save). While the daemon is a
 
 from __future__ import annotations
 
-import logging
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Final
 
 import msgspec
 
@@ -20,9 +20,10 @@ from kvtier.engines.vllm.asked import Asked, given, tiers_of
 from kvtier.engines.vllm.formats import changed
 from kvtier.engines.vllm.keys import Keys
 from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
+from kvtier.engines.vllm.outcomes import outcome
 from kvtier.engines.vllm.planes import NULL_BLOCK
 from kvtier.identity import CacheSpec
-from kvtier.types import Kind, KvtierError, Tier, bad
+from kvtier.types import Kind, Tier, bad
 
 STEP_S: Final = 0.003
 """What one step waits for the daemon, all requests together."""
@@ -40,9 +41,6 @@ WRITE_S: Final = 30.0
 """A reservation that is not served by then never will be."""
 LATER_BYTES: Final = 32 << 20
 """A load of more is copied between steps, so that requests that run do not wait for it."""
-
-T = TypeVar("T")
-_log = logging.getLogger("kvtier.vllm")
 
 
 class Scheduler:
@@ -65,7 +63,8 @@ class Scheduler:
         self._heard: dict[int, int] = {}
         self._left_s = STEP_S
         self._cache: Cache | None = None
-        self._changed = False
+        self._changed = ""
+        """Once the weights have changed: what no other engine calls its cache."""
         self.counts: Counter[str] = Counter()
 
     def agree(self, formats: Sequence[Formats]) -> None:
@@ -101,13 +100,12 @@ class Scheduler:
             if asked.lookup is None:
                 self._drop_reservation(asked)
                 asked.lookup = self._pool.submit(self._find, asked, self._whole_pages(request))
-            lease = self._result(asked.lookup)
-            if lease is None:
-                if not asked.lookup.done():
-                    return None, False
+            if not self._over(asked.lookup):
+                return None, False
+            asked.lease = outcome(asked.lookup, None)
+            if asked.lease is None:
                 asked.lookup = None
                 return 0, False
-            asked.lease = lease
         pages = min(asked.lease.pages, self._whole_pages(request))
         tokens = max(0, pages * self._size - computed)
         return tokens, bool(tokens) and self._later(tokens)
@@ -143,7 +141,10 @@ class Scheduler:
             return path.acquire(limit, wait_ms=LOAD_MS) if limit else Lease(path.cache, None)
 
     def _extend(self, asked: Asked, pages: int) -> None:
-        """Match a path of at least so many pages."""
+        """Match a path of at least so many pages; none of a request whose KV depends on what nobody here knows."""
+        if not self._keys.know(asked.request):
+            asked.loads = asked.saves = False
+            return
         keys = self._keys.of(asked.request, asked.keyed, pages) if pages > asked.keyed else b""
         asked.keyed = max(asked.keyed, pages)
         asked.path.extend(keys)
@@ -153,12 +154,13 @@ class Scheduler:
     def allocated(self, request: Any, table: Sequence[Sequence[int]], tokens: int) -> None:
         """Blocks are there for `tokens` more tokens than vLLM had itself: plan their load, or let go."""
         asked = self._asked.get(request.request_id)
-        if asked is None or (asked.lease is None and asked.lookup is None):
+        if asked is None:
             return
-        lease, asked.lease, asked.lookup = asked.lease, None, None
-        if lease is None or not tokens:
-            self._release(lease)
+        lease = asked.lease
+        if lease is None or not tokens:  # vLLM may go on while a look-up runs
+            self._let_go(asked)
             return
+        asked.lease = asked.lookup = None
         pages = min(lease.pages, self._whole_pages(request))
         first = pages - tokens // self._size
         blocks = tuple(list(row[first:pages]) for row in table)
@@ -223,11 +225,14 @@ class Scheduler:
             asked = self._asked[name]
             if asked.reserving is None or (self._one_group and asked.goes_on and not asked.reserving.done()):
                 continue
-            held = self._result(asked.reserving)
-            if held is not None:
-                asked.reserving = None
-                save = self._save(asked, held, output.kv_connector_block_state.get_block_ids(name), ends[name])
-                saves += [save] if save else []
+            if not self._over(asked.reserving):
+                continue
+            held, asked.reserving = outcome(asked.reserving, None), None
+            if held is None:
+                asked.saves = False
+                continue
+            save = self._save(asked, held, output.kv_connector_block_state.get_block_ids(name), ends[name])
+            saves += [save] if save else []
         return tuple(saves)
 
     def _ends(self, output: Any) -> dict[str, int]:
@@ -251,7 +256,7 @@ class Scheduler:
             path = asked.path
             first = max(path.pages, min(asked.saved, path.pages + path.pending))
             asked.saved = max(first, end)
-            if first >= end:
+            if first >= end or not asked.saves:
                 return Reservation(path.cache, first, None)
             asked.wants = [
                 (group, [page for page in range(first, end) if row[page] != NULL_BLOCK])
@@ -312,9 +317,7 @@ class Scheduler:
         asked = self._asked.pop(name, None)
         if asked is not None:
             self._drop_reservation(asked)
-            self._release(asked.lease)
-            if asked.lookup is not None and asked.lease is None:
-                asked.lookup.add_done_callback(self._release_found)
+            self._let_go(asked)
             self._pool.submit(self._forget, asked)  # which waits for a look-up of the request
 
     def reset(self) -> None:
@@ -326,18 +329,14 @@ class Scheduler:
         for asked in self._asked.values():
             asked.saves = asked.loads = False
             self._drop_reservation(asked)
-            self._release(asked.lease)
-            asked.lease = None
-            if asked.lookup is not None:
-                asked.lookup.add_done_callback(self._release_found)
-                asked.lookup = None
+            self._let_go(asked)
         if self._cache is None:
             return
         if self._changed:
             self._cache.reset()
         else:
-            self._changed = True
-            self._cache = self._client.open(changed(self._cache.spec, self._client.identity.instance))
+            self._changed = secrets.token_hex(16)
+            self._cache = self._client.open(changed(self._cache.spec, self._changed))
 
     def take_counts(self) -> dict[str, int]:
         """Counters since the last call."""
@@ -352,18 +351,12 @@ class Scheduler:
 
     # -- threads -------------------------------------------------------------------------------------------------
 
-    def _result(self, future: Future[T]) -> T | None:
-        """What a thread gives, waiting for what is left of this step's few milliseconds; None: not yet, or failed."""
+    def _over(self, future: Future[Any]) -> bool:
+        """Whether a thread is through, waiting for what is left of this step's few milliseconds."""
         began = time.monotonic()
-        try:
-            return future.result(self._left_s)
-        except TimeoutError:
-            return None
-        except KvtierError as exc:
-            _log.warning("kvtier refused: %s", exc)
-            return None
-        finally:
-            self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
+        done, _ = wait([future], self._left_s)
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
+        return bool(done)
 
     @staticmethod
     def _forget(asked: Asked) -> None:
@@ -375,6 +368,14 @@ class Scheduler:
         if asked.reserving is not None:
             asked.reserving.add_done_callback(self._abort_found)
             asked.reserving = None
+
+    def _let_go(self, asked: Asked) -> None:
+        """Give back what is leased for a request, or will be once its look-up is over."""
+        if asked.lease is not None:
+            self._release(asked.lease)
+        elif asked.lookup is not None:
+            asked.lookup.add_done_callback(self._release_found)
+        asked.lease = asked.lookup = None
 
     def _release(self, lease: Lease | None) -> None:
         self._give_back(None if lease is None or not lease.number else lease.release)
@@ -390,10 +391,9 @@ class Scheduler:
         if verb is not None:
             self._back.submit(verb)
 
-    @staticmethod
-    def _release_found(future: Future[Lease]) -> None:
+    def _release_found(self, future: Future[Lease]) -> None:
         if not future.cancelled() and future.exception() is None:
-            future.result().release()
+            self._release(future.result())
 
     def _abort_found(self, future: Future[Reservation]) -> None:
         if not future.cancelled() and future.exception() is None:

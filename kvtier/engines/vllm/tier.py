@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -28,6 +29,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvtier.client import Client, Region
 from kvtier.engines.vllm.formats import calling_config, changed, model_fingerprint, model_name
 from kvtier.engines.vllm.lookups import Lookups
+from kvtier.engines.vllm.outcomes import outcome
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind, bad
 
@@ -67,7 +69,8 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         self._region = self._registered(config.engine_id)
         self._pool = ThreadPoolExecutor(THREADS, "kvtier")
         self._lookups = self._empty_lookups()
-        self._jobs: dict[Future[JobResult], tuple[bool, list[bytes]]] = {}
+        self._jobs: dict[Future[JobResult], tuple[int, bool, list[bytes]]] = {}
+        """Number, whether it loads, keys."""
 
     def _registered(self, engine_id: str) -> Region | None:
         """The host tier of vLLM as a region; None where it is not the one file that it was."""
@@ -120,20 +123,20 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         """Begin to store rows."""
         keys = [bytes(key) for key in job_metadata.keys]
         rows = [int(row) for row in job_metadata.chunk_ids]
-        self._jobs[self._pool.submit(self._store, job_metadata.job_id, keys, rows)] = (False, keys)
+        self._jobs[self._pool.submit(self._store, job_metadata.job_id, keys, rows)] = (job_metadata.job_id, False, keys)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to load rows."""
         keys = [bytes(key) for key in job_metadata.keys]
         rows = [int(row) for row in job_metadata.chunk_ids]
-        self._jobs[self._pool.submit(self._load, job_metadata.job_id, keys, rows)] = (True, keys)
+        self._jobs[self._pool.submit(self._load, job_metadata.job_id, keys, rows)] = (job_metadata.job_id, True, keys)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that are over; what could not be loaded is a miss from now on."""
         out = []
         for future in [future for future in self._jobs if future.done()]:
-            load, keys = self._jobs.pop(future)
-            result = future.result()
+            job, load, keys = self._jobs.pop(future)
+            result = outcome(future, JobResult(job, success=False))
             if load and not result.success:
                 self._lookups.gone(set(keys) - set(result.successful_keys or ()))
             out.append(result)
@@ -153,7 +156,7 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
             self._cache.reset()
         else:
             self._changed = True
-            self._cache = self._client.open(changed(self._cache.spec, self._client.identity.instance))
+            self._cache = self._client.open(changed(self._cache.spec, secrets.token_hex(16)))
         self._lookups = self._empty_lookups()
 
     def shutdown(self) -> None:

@@ -43,7 +43,7 @@ class Worker:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures = 0
-        self._changed = False
+        self._changed = ""
         self.counts: Counter[str] = Counter()
 
     def register(self, tensors: dict[str, Any]) -> None:
@@ -57,6 +57,8 @@ class Worker:
         self.spec = spec_of(vllm_config, kv_cache_config, backends, str(kv_cache_config.kv_cache_layout))
         self._slices = slices_of(self.spec, rank // self._replicas, shards)
         self._open = (rank, vllm_config.parallel_config.tensor_parallel_size)
+        self._moves_before_fence = bool(getattr(vllm_config, "use_v2_model_runner", False))
+        """vLLM's second model runner zeroes and copies blocks before it says that a step begins."""
         self._planes = [
             Plane([tensors[name] for name in group.layer_names], kv_cache_config.num_blocks, spec, part)
             for group, spec, part in zip(
@@ -71,14 +73,14 @@ class Worker:
 
     def _opened(self, epoch: int) -> Cache:
         rank, world = self._open
-        spec = changed(self.spec, self._client.identity.instance) if self._changed else self.spec
+        spec = changed(self.spec, self._changed) if self._changed else self.spec
         return self._client.open(spec, rank=rank, world=world, slices=self._slices, epoch=epoch)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def load(self, plan: Plan) -> None:
         """Load what this step computes with; queue what may come between steps."""
-        if plan.changed > self._changed or plan.epoch > self._cache.epoch:
+        if plan.changed != self._changed or plan.epoch > self._cache.epoch:
             self._changed = plan.changed
             self._cache = self._opened(plan.epoch)
         for load in plan.loads:
@@ -93,7 +95,8 @@ class Worker:
         """Have this step's pages copied out and committed.
 
         Nothing that was planned before the scheduler knew of a failed load: such a step has computed with KV that is
-        not there. No step waits for the copies, but one in which a block that they read is given to something else.
+        not there. No step waits for the copies, but one in which a block that they read is given to something else,
+        and each where vLLM would write into such a block before it says so.
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
         for share in plan.drops:
@@ -113,6 +116,8 @@ class Worker:
             else:
                 self._copies = [copy for copy in self._copies if not copy.done()]
                 self._copies.append(self._copier.submit(self._copy, save, held))
+        if self._moves_before_fence:
+            self.fence()
 
     def between(self) -> None:
         """Go on with loads that no step waits for, for a few milliseconds."""
