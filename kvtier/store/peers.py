@@ -91,14 +91,6 @@ class Guest(Instance):
                 del ranks[number]
             ranks[cache.number] = self.join_shard(cache, wire.Open(cache.spec))
 
-    def _join(self, cache: Cache) -> None:
-        """Write whole items of a cache; those that are forgotten by now go."""
-        ranks = self.process.ranks
-        if cache.number not in ranks:
-            for number in [number for number in ranks if number not in self.parts.caches]:
-                del ranks[number]
-            ranks[cache.number] = self.join_shard(cache, wire.Open(cache.spec))
-
     def commit(self, commits: Commits, res: Reservation, sums: dict[tuple[int, int], int]) -> int:
         """Serve positions all of whose items have a checksum (of a path, up to the first that lacks one).
 
