@@ -69,7 +69,6 @@ class Line:
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: object) -> None:
         if exc is None:
-            self._stream.lots(1)
             self._sock.setblocking(False)
         else:
             shut(self._sock)
@@ -222,7 +221,6 @@ class Line:
     def _plain(self, data: memoryview) -> int:
         """Receive some bytes as they are."""
         self._limit(socket.SO_RCVTIMEO)
-        self._stream.lots(len(data))
         try:
             got = self._sock.recv_into(data, 0, socket.MSG_WAITALL)
         except BlockingIOError:

@@ -214,7 +214,6 @@ class Pipe:
                 for at, place in enumerate(places):
                     found = await self._item(place)
                     out[at] = found if found == sums[at] else None
-                self.stream.lots(1)
         except bulk.FAULTS:
             bulk.shut(self.stream.sock)
         return out
@@ -225,7 +224,6 @@ class Pipe:
         for view in place.views:
             data, at = memoryview(view), 0
             while at < len(data):
-                self.stream.lots(len(data) - at)
                 got = await self.stream.some(data[at:])
                 state.update(data[at : at + got])
                 at += got

@@ -9,8 +9,6 @@ from typing import Final
 
 from kvtier.peer.tls import CHUNK, Channel
 
-LOT: Final = 256 << 10
-"""Who waits for more than this is woken for so much at once, not for each packet."""
 BUFFER: Final = 16 << 10
 """What is received before anybody knows what it is; more of a page is received where it belongs."""
 
@@ -26,7 +24,6 @@ class Stream:
         self._first = self._last = 0
         """Which bytes of it came and were not read yet."""
         self._unsent = b""
-        self._lot = 1
         self._loop = asyncio.get_running_loop()
 
     async def shake(self) -> None:
@@ -84,13 +81,6 @@ class Stream:
     async def some(self, view: memoryview) -> int:
         """Receive some bytes."""
         return self.drain(view) or await self._receive(view)
-
-    def lots(self, nbytes: int) -> None:
-        """Let nobody be woken for less than LOT of that many bytes; to be set to 1 again after them."""
-        lot = max(1, min(LOT, nbytes))
-        if lot != self._lot:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lot)
-            self._lot = lot
 
     async def _receive(self, view: memoryview) -> int:
         """Receive some bytes that had not come yet."""
