@@ -8,7 +8,7 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +24,9 @@ BATCH_BYTES: Final = 64 << 20
 """Of one request: what is held while pages come from disk must leave room for them."""
 QUICK_S: Final = 1e-4
 ABSENT: Final = frozenset({Presence.MISS, Presence.PENDING})
+
+Move = Callable[[Cache, Sequence[str], list[list[Data]]], int]
+"""Moves leading pages between their memory and a cache; how many."""
 
 _log = logging.getLogger("kvtier.sglang")
 
@@ -48,34 +51,26 @@ class Pool:
 
         `indices`: the host slots of the pages' tokens, a page's in a row, as `alloc` of the pool gave them.
         """
-        good = 0
+        return self._move("loading", _load, keys, indices)
+
+    def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
+        """Copy pages out of the pool's memory; whether each is served then."""
+        return self._move("storing", _store, keys, indices)
+
+    def _move(self, doing: str, move: Move, keys: Sequence[str], indices: Any) -> list[bool]:
+        """Move pages, as many at once as one request takes, up to the first that is not; whether each was."""
+        done = 0
         try:
             pages = self._pages(indices, len(keys))
             cache = self.cache  # of one time, should weights change meanwhile
             with quick_turns:
-                while good < len(pages):
-                    part = self._part(good)
-                    if not (more := _load(cache, keys[part], pages[part])):
-                        break
-                    good += more
-        except KvtierError:
-            _log.exception("loading pages")
-        return [n < good for n in range(len(keys))]
-
-    def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
-        """Copy pages out of the pool's memory; whether each is served then."""
-        done = 0
-        try:
-            pages = self._pages(indices, len(keys))
-            cache = self.cache
-            with quick_turns:
                 while done < len(pages):
                     part = self._part(done)
-                    if not (more := _store(cache, keys[part], pages[part])):
+                    if not (more := move(cache, keys[part], pages[part])):
                         break
                     done += more
         except KvtierError:
-            _log.exception("storing pages")
+            _log.exception("%s pages", doing)
         return [n < done for n in range(len(keys))]
 
     def _part(self, first: int) -> slice:
