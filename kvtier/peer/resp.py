@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from kvtier.peer.pace import pieces
 from kvtier.peer.shelf import Want
+from kvtier.peer.stream import silent
 
 BUFFER: Final = 16 << 10
 MAX_LINE: Final = 4096
@@ -237,13 +238,7 @@ class Line:
             return False
         if self._tls:
             return True  # a peek is not possible; an old one fails at its first use
-        try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        return False
+        return silent(self._sock)
 
     def shut(self) -> None:
         """From any thread: who waits in it fails now."""

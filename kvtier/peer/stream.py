@@ -99,12 +99,15 @@ class Stream:
     @property
     def quiet(self) -> bool:
         """Whether nothing came, not even the end: nobody sends on a connection that nothing was asked on."""
-        if self._first != self._last:
-            return False
-        try:
-            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        return self._first == self._last and silent(self.sock)
+
+
+def silent(sock: socket.socket) -> bool:
+    """Whether nothing waits in a connected socket, not even its end."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
         return False
+    return False

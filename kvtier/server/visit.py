@@ -187,12 +187,11 @@ class Visit:
         items, nbytes = _items(cache, msg.picks, pages)
         node = cache.radix.ending_at(match.node, pages)
         with self._parts.leased(cache, node):
-            places, sums = lend(cache, node, items)
-            if not places:
+            lent = _lent(cache, node, route.shared, items, nbytes)
+            if lent is None:
                 return found
-            name = echo(route.shared.id, path_keys(cache, node))
             try:
-                await self._pour(Lent(places, sums, name, nbytes), msg.picks, packed=msg.packed, found=found)
+                await self._pour(lent, msg.picks, packed=msg.packed, found=found)
             except frames.Refusal:  # no thread is free: it may be asked for again
                 return msgspec.structs.replace(found, load=None)
             self._used(cache, node, route)
@@ -281,11 +280,10 @@ class Visit:
         missing = self._parts.loads.missing(cache, node, ranges(items))
         if missing:
             await self._parts.loads.bring(cache, missing, asyncio.get_running_loop().time() + within)
-        places, sums = ([], []) if node.dead else lend(cache, node, items)
-        if not places:
+        lent = None if node.dead else _lent(cache, node, route.shared, items, nbytes)
+        if lent is None:
             raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
-        name = echo(route.shared.id, path_keys(cache, node))
-        await self._pour(Lent(places, sums, name, nbytes), msg.picks, packed=msg.packed)
+        await self._pour(lent, msg.picks, packed=msg.packed)
 
     async def _pour(
         self, lent: Lent, picks: tuple[Pick, ...], *, packed: bool, found: frames.Found | None = None
@@ -386,3 +384,9 @@ def _items(cache: Cache, picks: tuple[Pick, ...], pages: int) -> tuple[list[tupl
     if not items or (nbytes > CHUNK_BYTES and len(items) > MAX_FETCH and len({page for _, page in items}) > 1):
         raise bad("picks", f"items of about {CHUNK_BYTES} bytes", nbytes)
     return items, nbytes
+
+
+def _lent(cache: Cache, node: Node, shared: Shared, items: list[tuple[int, int]], nbytes: int) -> Lent | None:
+    """Items of a leased path, to be sent; None where not all of them are in host."""
+    places, sums = lend(cache, node, items)
+    return Lent(places, sums, echo(shared.id, path_keys(cache, node)), nbytes) if places else None
