@@ -25,12 +25,6 @@ class Reached(Protocol):
         """Block until all work before it has ended, or for so long; whether it has."""
 
 
-def fence(event: Reached | None, timeout_s: float) -> None:
-    """Wait until the device is done with slots that are about to be given back. Raises KvtierError(io)."""
-    if event is not None and not event.synchronize(timeout_s):
-        raise KvtierError(Code.IO, f"the device has not done it within {timeout_s} s: its slots stay held")
-
-
 class MappedDevice:
     """Whether this client reads device memory, and why not."""
 

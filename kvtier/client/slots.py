@@ -12,10 +12,10 @@ import numpy.typing as npt
 from kvtier import wire
 from kvtier.client.arenas import runs
 from kvtier.client.caches import OpenCache
-from kvtier.client.device import Reached, fence
+from kvtier.client.device import Reached
 from kvtier.client.layout import SPAN_BYTES, Bytes, Item
 from kvtier.client.link import Away, Joined, Post, Steps
-from kvtier.types import KvtierError, bad
+from kvtier.types import Code, KvtierError, bad
 
 Verify = Literal["never", "sample", "always"]
 SAMPLE: Final = 16
@@ -103,7 +103,8 @@ class Slots:
         Raises KvtierError(io) where it is not: a `with` that ends by it does not give the slots back either.
         """
         self._busy = after or self._busy
-        fence(self._busy, timeout_s)
+        if self._busy is not None and not self._busy.synchronize(timeout_s):
+            raise KvtierError(Code.IO, f"the device has not done it within {timeout_s} s: its slots stay held")
         self._busy = None
 
     def on(self, joined: Joined) -> None:

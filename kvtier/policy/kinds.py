@@ -201,10 +201,7 @@ class ByKind(Counting):
 
     def lane(self, node: Any) -> int:
         """Its kind; that page goes by itself, as a kind of its own."""
-        uses = self.note(node)
-        if uses is None:
-            uses = self.uses(node)  # whatever stands in a lane has a note
-        wait: Wait | None = uses.extra
+        wait: Wait | None = self.uses(node).extra  # whatever stands in a lane has a note
         return 1 if wait is None else _TAIL if wait.tail else wait.kind
 
     def share(self, node: Any) -> int:

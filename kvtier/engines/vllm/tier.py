@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, ClassVar, Final
 
@@ -121,15 +121,17 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to store rows."""
-        keys = [bytes(key) for key in job_metadata.keys]
-        rows = [int(row) for row in job_metadata.chunk_ids]
-        self._jobs[self._pool.submit(self._store, job_metadata.job_id, keys, rows)] = (job_metadata.job_id, False, keys)
+        self._begin(self._store, job_metadata, load=False)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to load rows."""
-        keys = [bytes(key) for key in job_metadata.keys]
-        rows = [int(row) for row in job_metadata.chunk_ids]
-        self._jobs[self._pool.submit(self._load, job_metadata.job_id, keys, rows)] = (job_metadata.job_id, True, keys)
+        self._begin(self._load, job_metadata, load=True)
+
+    def _begin(self, work: Callable[[int, list[bytes], list[int]], JobResult], job: Any, *, load: bool) -> None:
+        """Have a thread do a job."""
+        keys = [bytes(key) for key in job.keys]
+        rows = [int(row) for row in job.chunk_ids]
+        self._jobs[self._pool.submit(work, job.job_id, keys, rows)] = (job.job_id, load, keys)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that are over; what could not be loaded is a miss from now on."""
