@@ -23,7 +23,7 @@ from kvtier.tiers.slab import SlotState
 from kvtier.types import Code, Kind, KvtierError
 from lazydevice import LazyDevice
 from storekit import until, until_sync
-from test_device_tier import hasten, joined, over, told
+from test_device_tier import hasten, joined, over, told, written
 
 CELL = 1024
 PAGE = spec((GroupSpec(Kind.FULL, 2, 2, CELL),))
@@ -352,9 +352,7 @@ async def test_a_copy_that_never_returns_is_given_up_and_the_store_lives():
             engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
             kept, lost = tokens(*range(4)), tokens(*range(50, 54))
             assert await engine.put(kept) == 4  # in host, too
-            engine.patient = False
-            reserved = await engine.reserve(lost)
-            engine.write(lost, reserved)
+            reserved = await written(engine, lost)
             vram = store.parts.vram
             vram.carrier.checksums = told(lost)
             device.gate.clear()

@@ -57,6 +57,14 @@ async def joined(store: Store, name: str = "engine", *, mapped: bool = True, pid
     return engine
 
 
+async def written(engine: Engine, keys: bytes) -> wire.Reserved:
+    """Slots that an engine has filled and not committed; from now on it does not ask twice."""
+    engine.patient = False
+    reserved = await engine.reserve(keys)
+    engine.write(keys, reserved)
+    return reserved
+
+
 # -- fences ------------------------------------------------------------------------------------------------------
 
 
@@ -299,9 +307,7 @@ async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str):
         engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
         kept, lost = tokens(*range(4)), tokens(*range(50, 54))
         assert await engine.put(kept) == 4  # in host, too
-        engine.patient = False
-        reserved = await engine.reserve(lost)
-        engine.write(lost, reserved)
+        reserved = await written(engine, lost)
         device.stuck = device.down = True
         hasten(store)
         with pytest.raises(KvtierError, match=r"did not move|link is down"):
