@@ -9,7 +9,7 @@ import pytest
 
 from enginekv import EngineKv, Shape
 from kvtier import quant
-from kvtier.client import Client
+from kvtier.client import Client, Reservation
 from kvtier.demo.daemon import Daemon
 from kvtier.device.host import HostBuffer
 from kvtier.device.layout import Plan, plan
@@ -114,6 +114,61 @@ def test_a_wrong_sum_is_found_by_whoever_reads(client: Client):
     with engine.cache.match(keys()).acquire() as lease:
         assert lease.view(0, 1) is not None
         assert lease.view(0, 2) is None
+
+
+def store_and_interrupt(engine: Engine, holds: list[Reservation]) -> None:
+    """Ctrl-C before the transfer was waited for."""
+    with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000) as held:
+        holds.append(held)
+        engine.shuttle.store(engine.ids, addresses([held.view(0, page) for page in range(PAGES)]), holder=held)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["after the store", "while it is queued"])
+def test_an_interrupt_gives_no_slot_back_that_a_queued_copy_may_still_write(
+    client: Client, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    """Ctrl-C between `store` and its `wait`, or within `store`: the `with` ends when the device writes no more."""
+    engine = Engine(client, stage_bytes=8192)
+    engine.compute(3)
+    engine.device.eager = 0.0  # works only when somebody waits
+    if where == "while it is queued":
+        copies, calls = engine.device.copies, []
+
+        def interrupted(*args: object, **more: object) -> None:
+            copies(*args, **more)
+            calls.append(args)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine.device, "copies", interrupted)
+    given = []
+    abort = Reservation._aborting
+
+    def aborting(self: Reservation) -> object:
+        given.append([kind for stream in engine.device.streams for kind, _ in stream.queue])
+        return abort(self)
+
+    monkeypatch.setattr(Reservation, "_aborting", aborting)
+    with pytest.raises(KeyboardInterrupt):
+        store_and_interrupt(engine, [])
+    (left,) = given
+    assert "work" not in left, "its slots were given back while copies into them were queued"
+    assert client.ping()
+
+
+def test_an_interrupt_on_a_stuck_device_keeps_the_slots(client: Client, monkeypatch: pytest.MonkeyPatch):
+    """The device does not end what was queued: the `with` raises, and the slots stay this process's."""
+    monkeypatch.setattr(Reservation.abort, "__defaults__", (None, 0.01))
+    engine, holds = Engine(client), []
+    engine.device.stuck = True
+    with pytest.raises(KvtierError, match="stay held"):
+        store_and_interrupt(engine, holds)
+    (held,) = holds
+    assert held.view(0, 0) is not None
+    engine.device.stuck = False
+    held.abort()
+    assert held.view(0, 0) is None
 
 
 def test_sums_of_what_is_not_reserved_are_refused(client: Client):

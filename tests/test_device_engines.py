@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvtier.client import Client
+from kvtier.client import AsyncClient, Client
 from kvtier.client.sync import Reservation
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
@@ -211,3 +212,45 @@ def test_a_with_that_ends_while_the_stream_still_writes_gives_no_slots_back(daem
         gate.open = True
         held.abort()
         assert held.view(0, 0) is None
+
+
+async def test_the_async_client_gives_slots_back_only_after_the_engines_stream(daemon: Daemon):
+    """Commit, abort and release after an event, as the blocking client does; the loop runs on meanwhile."""
+    gate = Gate()
+    async with AsyncClient(daemon.socket, instance="gpu", verify="always", timeout_s=10.0) as mine:
+        assert await mine.map_device()
+        cache = await mine.open(SPEC)
+        path = await cache.match(keys())
+        held = await path.reserve(0, PAGES, wait_ms=2000, device=True)
+        for page in range(held.pages):
+            held.view(0, page)[:] = data(page)
+        for verb in (held.commit, held.abort):
+            with pytest.raises(KvtierError, match="stay held"):
+                await verb(after=gate, timeout_s=0.01)
+            assert held.view(0, 0) is not None
+        gate.open, slow = True, Gate()
+        waiting = asyncio.ensure_future(held.commit(after=Slow(slow)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        slow.open = True
+        assert await waiting == PAGES
+        await path.extend()
+        gate.open = False
+        lease = await path.acquire(wait_ms=5000)
+        with pytest.raises(KvtierError, match="stay held"):
+            await lease.release(after=gate, timeout_s=0.01)
+        assert np.array_equal(lease.view(0, 0), data(0))
+        gate.open = True
+        await lease.release()
+        assert lease.view(0, 0) is None
+
+
+class Slow(Gate):
+    """One that is waited for until another opens."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        until_sync(lambda: self.gate.open)
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
 import socket
@@ -12,11 +13,11 @@ from typing import Self, TypeVar
 from kvtier import wire
 from kvtier.client.asynclink import AsyncLink
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
-from kvtier.client.device import MappedDevice
+from kvtier.client.device import FENCE_S, MappedDevice, Reached
 from kvtier.client.held import HeldLease, HeldReservation, adopted
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering, registering_kv
-from kvtier.client.slots import Checks, Verify
+from kvtier.client.slots import Checks, Slots, Verify
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path
 from kvtier.types import KvtierError
@@ -226,6 +227,14 @@ class AsyncPath(KeyPath):
         await self.cache.client.attempt(self._closing(), None)
 
 
+async def fenced(slots: Slots, after: Reached | None, timeout_s: float) -> None:
+    """Wait in a thread until a device is done with slots; raises io where it is not: they stay held, as cancelled."""
+    if after is not None:
+        slots.busy_until(after)
+    if slots.busy:
+        await asyncio.to_thread(slots.fence, None, timeout_s)
+
+
 class AsyncLease(HeldLease):
     """Readable pages, held until released. An async context manager."""
 
@@ -233,8 +242,9 @@ class AsyncLease(HeldLease):
         super().__init__(cache, cache.client.checks, *(got or ()))
         self._client = cache.client
 
-    async def release(self) -> None:
-        """Give the lease back; its views must not be used any more."""
+    async def release(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
+        """Give the lease back; its views must not be used any more. `after`: see sync.Lease.release."""
+        await fenced(self, after, timeout_s)
         await self._client.attempt(self._releasing(), None)
 
     async def __aenter__(self) -> Self:
@@ -249,8 +259,9 @@ class AsyncLease(HeldLease):
 class AsyncBorrowed(AsyncLease):
     """See sync.Borrowed."""
 
-    async def release(self) -> None:
+    async def release(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
         """Only this process's own reading ends."""
+        await fenced(self, after, timeout_s)
         self._end()
 
 
@@ -261,12 +272,23 @@ class AsyncReservation(HeldReservation):
         super().__init__(cache, start, *(got or ()))
         self._client = cache.client
 
-    async def commit(self, first: int | None = None, pages: int | None = None) -> int:
-        """Say that pages (default: from `first` to the end) are written; how many of them all are served now."""
+    async def commit(
+        self,
+        first: int | None = None,
+        pages: int | None = None,
+        after: Reached | None = None,
+        timeout_s: float = FENCE_S,
+    ) -> int:
+        """Say that pages (default: from `first` to the end) are written; how many of them all are served now.
+
+        `after`: see sync.Reservation.commit.
+        """
+        await fenced(self, after, timeout_s)
         return await self._client.attempt(self._committing(first, pages), 0)
 
-    async def abort(self) -> None:
-        """Give back what is not committed; its slots must not be touched any more."""
+    async def abort(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
+        """Give back what is not committed; its slots must not be touched any more. `after` as for `commit`."""
+        await fenced(self, after, timeout_s)
         await self._client.attempt(self._aborting(), None)
 
     async def __aenter__(self) -> Self:

@@ -85,7 +85,7 @@ class Slots:
         self._items = tuple(items)
         self._tables = tables(items, cache.groups) if items else {}
         self._ended = False
-        self._busy: Reached | None = None
+        self._busy: list[Reached] = []
 
     @property
     def run(self) -> bytes:
@@ -97,15 +97,26 @@ class Slots:
         """Whether the connection that gave this is gone, with all its slots."""
         return self._joined is not None and not self._joined.alive
 
-    def _fence(self, after: Reached | None, timeout_s: float) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether a device was to read or write the slots, and nobody has waited for it."""
+        return bool(self._busy)
+
+    def busy_until(self, reached: Reached) -> None:
+        """A device reads or writes the slots until then: nothing gives them back before, a `with` that ends neither."""
+        self._busy.append(reached)
+
+    def fence(self, after: Reached | None, timeout_s: float) -> None:
         """Wait until a device is done with the slots; also, later, with what an earlier call did not see reached.
 
         Raises KvtierError(io) where it is not: a `with` that ends by it does not give the slots back either.
         """
-        self._busy = after or self._busy
-        if self._busy is not None and not self._busy.synchronize(timeout_s):
-            raise KvtierError(Code.IO, f"the device has not done it within {timeout_s} s: its slots stay held")
-        self._busy = None
+        if after is not None:
+            self.busy_until(after)
+        while self._busy:
+            if not self._busy[0].synchronize(timeout_s):
+                raise KvtierError(Code.IO, f"the device has not done it within {timeout_s} s: its slots stay held")
+            del self._busy[0]
 
     def on(self, joined: Joined) -> None:
         """Raise Away unless this was given on that connection."""
@@ -145,6 +156,11 @@ class Slots:
             if 0 <= at < len(table.offsets) and table.offsets[at, 0] >= 0:
                 return table.offsets[at], int(table.sums[at]) if at < len(table.sums) else 0
         return None
+
+    def on_device(self, group: int, page: int) -> bool:
+        """Whether an item of one slot lies in the daemon's device memory, which `map_device` brought here."""
+        found, joined = self._offsets(group, page), self._joined
+        return found is not None and joined is not None and int(found[0][0]) >> wire.ARENA_SHIFT == joined.device
 
     def address(self, group: int, page: int) -> int | None:
         """Where an item of one slot is, in host or in device memory, as copies and kernels take it; None: not here.

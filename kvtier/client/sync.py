@@ -284,7 +284,7 @@ class Lease(HeldLease):
         `after`: an event of a stream that reads the slots, which is waited for first. Raises io where it is not
         reached: the lease stays then, since the device may still read.
         """
-        self._fence(after, timeout_s)
+        self.fence(after, timeout_s)
         self._client.attempt(self._releasing(), None)
 
     def __enter__(self) -> Self:
@@ -299,7 +299,7 @@ class Borrowed(Lease):
 
     def release(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
         """Only this process's own reading ends."""
-        self._fence(after, timeout_s)
+        self.fence(after, timeout_s)
         self._end()
 
 
@@ -321,12 +321,12 @@ class Reservation(HeldReservation):
 
         `after`: an event of a stream that writes them, which is waited for first. Raises io where it is not reached.
         """
-        self._fence(after, timeout_s)
+        self.fence(after, timeout_s)
         return self._client.attempt(self._committing(first, pages), 0)
 
     def abort(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
         """Give back what is not committed; its slots must not be touched any more. `after` as for `commit`."""
-        self._fence(after, timeout_s)
+        self.fence(after, timeout_s)
         self._client.attempt(self._aborting(), None)
 
     def __enter__(self) -> Self:

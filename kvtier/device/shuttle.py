@@ -11,7 +11,7 @@ import contextlib
 import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,13 @@ class Stage:
         self.free: Event | None = None
 
 
+class Holder(Protocol):
+    """Whoever holds slots, such as a lease or a reservation: gives them back when nothing touches them any more."""
+
+    def busy_until(self, reached: Transfer) -> None:
+        """The slots are read or written until then."""
+
+
 class Transfer:
     """Pages in flight. Neither their slots nor their blocks may be touched before the event that says so."""
 
@@ -93,26 +100,37 @@ class Transfer:
 
         The shuttle is sick then: the GPU may still touch the blocks and slots, so neither is to be used again.
         """
+        if not self.synchronize(timeout_s):
+            self._shuttle.sick = f"the GPU did not move {self._count} pages within {timeout_s} s"
+            raise KvtierError(Code.IO, self._shuttle.sick)
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        """Block until nothing of it moves any more, or for so long; whether that came.
+
+        True also of one that was interrupted while it was queued, once what was queued is over. Raises KvtierError(io).
+        """
         if self.row < 0:
-            return
-        assert self.done is not None
+            return True
         try:
-            reached = self.done.synchronize(timeout_s)
+            reached = self._shuttle.drained(timeout_s) if self.done is None else self.done.synchronize(timeout_s)
         except KvtierError as exc:
             self._shuttle.sick = exc.message
             raise
-        if not reached:
-            self._shuttle.sick = f"the GPU did not move {self._count} pages within {timeout_s} s"
-            raise KvtierError(Code.IO, self._shuttle.sick)
-        self._settle()
+        if reached:
+            self._settle()
+        return reached
 
     def _settle(self) -> None:
         row, self.row = self.row, -1
-        self.sums = self._shuttle.give_back(row, self._count)
+        if row >= 0:  # else another thread that waited for it was first
+            self.sums = self._shuttle.give_back(row, self._count)
 
 
 class Shuttle:
-    """Moves pages of one plan. One thread calls it; nothing here blocks but `close` and a transfer's `wait`."""
+    """Moves pages of one plan. One thread calls it; nothing here blocks but `close` and a transfer's `wait`.
+
+    Any thread may wait for a transfer.
+    """
 
     def __init__(
         self, device: Device, plan: Plan, *, stage_bytes: int = 8 << 20, stages: int = 2, pieces: int = 1,
@@ -152,19 +170,23 @@ class Shuttle:
             taken.pop_all()
         self._rows = list(range(MOST_TRANSFERS))
 
-    def store(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
-        """The engine's blocks `ids` into slots at these addresses, after `after`. Raises bad_request, busy, io."""
+    def store(self, ids: Words, slots: Words, after: Event | None = None, holder: Holder | None = None) -> Transfer:
+        """The engine's blocks `ids` into slots at these addresses, after `after`. Raises bad_request, busy, io.
+
+        `holder`: what holds the slots, which is told before anything is queued, so that it waits whatever happens.
+        """
         ids, slots = self._checked(ids, slots, to_slots=True)
-        transfer = self._begin(len(slots))
-        with self._falling_sick():
+        with self._begun(len(slots), holder) as transfer:
             self._store(transfer, ids, slots, after)
         return transfer
 
-    def load(self, ids: Words, slots: Words, after: Event | None = None) -> Transfer:
-        """Slots at these addresses into the engine's blocks `ids`, after `after`. Raises bad_request, busy, io."""
+    def load(self, ids: Words, slots: Words, after: Event | None = None, holder: Holder | None = None) -> Transfer:
+        """Slots at these addresses into the engine's blocks `ids`, after `after`. Raises bad_request, busy, io.
+
+        `holder` as for `store`.
+        """
         ids, slots = self._checked(ids, slots, to_slots=False)
-        transfer = self._begin(len(slots))
-        with self._falling_sick():
+        with self._begun(len(slots), holder) as transfer:
             self._load(transfer, ids, slots, after)
         return transfer
 
@@ -221,13 +243,17 @@ class Shuttle:
         """
         if self.sick:
             return
-        for stream in (self._gather, self._out, self._in, self._scatter):
-            if not stream.record().synchronize(timeout_s):
-                self.sick = f"what was in flight did not end within {timeout_s} s"
-                raise KvtierError(Code.IO, self.sick)
+        if not self.drained(timeout_s):
+            self.sick = f"what was in flight did not end within {timeout_s} s"
+            raise KvtierError(Code.IO, self.sick)
         for memory in (*(stage.memory for stage in (*self._down, *self._up)), self._sums):
             memory.free()
         self._down, self._up = [], []
+
+    def drained(self, timeout_s: float | None) -> bool:
+        """Block until all that was queued is done, or for so long on each stream; whether it is."""
+        streams = (self._gather, self._out, self._in, self._scatter)
+        return all(stream.record().synchronize(timeout_s) for stream in streams)
 
     def give_back(self, row: int, count: int) -> Words | None:
         """A transfer ended: what its slots sum up to."""
@@ -244,21 +270,23 @@ class Shuttle:
             raise bad("slots", f"addresses at multiples of {VECTOR} bytes")
         return blocks_of(self.plan, ids, len(slots), to_slots=to_slots), slots
 
-    def _begin(self, count: int) -> Transfer:
-        """A new transfer. Raises io where the shuttle is sick, or busy."""
+    @contextlib.contextmanager
+    def _begun(self, count: int, holder: Holder | None) -> Iterator[Transfer]:
+        """A new transfer. Raises io where the shuttle is sick, or busy.
+
+        One of which some is queued and some is not is never done: nothing is moved after it.
+        """
         if self.sick:
             raise KvtierError(Code.IO, self.sick)
         if not self._rows:
             raise KvtierError(Code.BUSY, f"{MOST_TRANSFERS} transfers are in flight")
-        return Transfer(self, self._rows.pop(), count)
-
-    @contextlib.contextmanager
-    def _falling_sick(self) -> Iterator[None]:
-        """A transfer of which some is queued and some is not is never done: nothing is moved after it."""
+        transfer = Transfer(self, self._rows.pop(), count)
         try:
-            yield
-        except KvtierError as exc:
-            self.sick = exc.message
+            if holder is not None:
+                holder.busy_until(transfer)
+            yield transfer
+        except BaseException as exc:
+            self.sick = exc.message if isinstance(exc, KvtierError) else f"interrupted: {type(exc).__name__}"
             raise
 
     def _batches(
