@@ -20,7 +20,7 @@ import pytest
 from kvtier import wire
 from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
-from vllmkit import ATTACH, PAGE, Engine, connector, make_model, needs_vllm, prompt, texts, tier
+from vllmkit import ATTACH, EVERY, PAGE, Engine, connector, kernels, make_model, needs_vllm, prompt, texts, tier
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(600)]
 
@@ -148,9 +148,49 @@ def test_a_model_with_recurrent_state_gives_the_same_bits_with_hits(
         assert fresh.generate([turn + prompt(20)])[0]["cached"] == 544
 
 
-def test_tensor_parallel_engines_share_pages_with_others(models: Path, home: Daemon, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["llama", "gemma", "lfm2"])
+def test_copies_by_kernels_give_the_same_bits(models: Path, home: Daemon, tmp_path: Path, kind: str):
+    """What torch saved kernels load, what they saved torch loads: tokens and logprobs are those that were computed."""
+    make_model(models / kind, kind)
+    one, other = prompt(200), prompt(170, 3)
+    options = {"model": models / kind}
+    with Engine(tmp_path / "log", **options, attach=connector(home.socket)) as torch:
+        want = torch.generate([one])[0]
+        kept(torch, [one], [192])
+    with Engine(tmp_path / "log", **options, attach=kernels(home.socket)) as engine:
+        got = engine.generate([one])[0]
+        assert (got["cached"], got["tokens"], got["logprobs"]) == (192, want["tokens"], want["logprobs"])
+        want = engine.generate([other])[0]
+        assert want["cached"] == 0
+        kept(engine, [other], [160])
+        again = engine.again([other])[0]
+        assert (again["tokens"], again["logprobs"]) == (want["tokens"], want["logprobs"])
+    with Engine(tmp_path / "log", **options, attach=connector(home.socket)) as torch:
+        got = torch.generate([other])[0]
+        assert (got["cached"], got["tokens"], got["logprobs"]) == (160, want["tokens"], want["logprobs"])
+
+
+def test_kernels_use_the_daemons_device_tier(models: Path, tmp_path: Path):
+    """Pages are computed into the daemon's device memory and read there; who does not map it has them from host."""
+    flags = ["--device-which=cpu", "--device-bytes=64MiB"]
+    options = {"model": models / "llama"}
+    with Daemon(tmp_path / "home", host=HOST, disk=DISK, flags=flags) as home:
+        with Engine(tmp_path / "log", **options, attach=kernels(home.socket, device=True)) as engine:
+            want = engine.generate([prompt(200)])[0]
+            kept(engine, [prompt(200)], [192])
+            again = engine.again([prompt(200)])[0]
+            assert (again["tokens"], again["logprobs"]) == (want["tokens"], want["logprobs"])
+            assert json.loads(control(home, "status", "--json"))["tiers"]["device"]["used_bytes"] > 0
+        with Engine(tmp_path / "log", **options, attach=connector(home.socket)) as torch:
+            got = torch.generate([prompt(200)])[0]
+            assert (got["cached"], got["tokens"], got["logprobs"]) == (192, want["tokens"], want["logprobs"])
+        assert idle(home)
+
+
+@pytest.mark.parametrize("attach", ["connector", "kernels"])
+def test_tensor_parallel_engines_share_pages_with_others(models: Path, home: Daemon, tmp_path: Path, attach: str):
     """Two ranks write their heads of each page; they, and an engine of one rank, load them and give the same tokens."""
-    options = {"model": models / "llama", "attach": connector(home.socket)}
+    options = {"model": models / "llama", "attach": EVERY[attach](home.socket)}
     both = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
     with Engine(tmp_path / "log", **options, **both) as two:
         want = two.generate([prompt(200)])
@@ -259,12 +299,15 @@ def pages(daemon: Daemon) -> int:
         return admin.ask(wire.Status(), wire.Info).data["pages"]
 
 
-@pytest.mark.parametrize(("kind", "attach"), [("llama", "connector"), ("llama", "tier"), ("gemma", "connector")])
+@pytest.mark.parametrize(
+    ("kind", "attach"),
+    [("llama", "connector"), ("llama", "tier"), ("llama", "kernels"), ("gemma", "connector"), ("gemma", "kernels")],
+)
 def test_preemption_chunks_and_aborts_change_no_token(
     models: Path, home: Daemon, tmp_path: Path, kind: str, attach: str
 ):
     """Room for three requests of eight, prompts cut into chunks, requests that end early: all tokens as one by one."""
-    options = {"model": models / kind, "attach": ATTACH[attach](home.socket)}
+    options = {"model": models / kind, "attach": EVERY[attach](home.socket)}
     blocks = {"llama": 24, "gemma": 40}[kind]
     tight = {"num_gpu_blocks_override": blocks, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     prompts = [prompt(100 + 17 * seed, seed) for seed in range(3, 11)]

@@ -271,14 +271,14 @@ def test_no_block_is_written_while_it_is_copied(vllm: Any, daemon: Daemon, tmp_p
     worker.register({"layer": blocks})
     head = vllm.scheduler.Scheduler(client[1], 1)
     head.agree([worker.formats()])
-    copy, copied = worker._copy, []
+    end, copied = worker._end, []
 
     def slowly(*args: Any) -> None:
         time.sleep(0.2)
-        copy(*args)
+        end(*args)
         copied.append(args)
 
-    worker._copy = slowly
+    worker._end = slowly
     head.begin(Request("a", TOKENS))
 
     def saves() -> Any:

@@ -56,7 +56,13 @@ def tier(socket: Path, host_bytes: int = 4 << 20, **extra: Any) -> dict[str, Any
     }  # fmt: skip
 
 
+def kernels(socket: Path, **extra: Any) -> dict[str, Any]:
+    """The connector, whose copies the device's operations do: here the CPU's, on the path that a GPU takes."""
+    return connector(socket, copy="kernels", **extra)
+
+
 ATTACH = {"connector": connector, "tier": tier}
+EVERY = ATTACH | {"kernels": kernels}
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -66,25 +66,31 @@ def read(address: int, size: int) -> bytes:
 
 
 class CudaEvent:
-    """A place in a CUDA stream."""
+    """A place in a CUDA stream. Any thread may wait for it."""
 
-    def __init__(self, stream: int) -> None:
+    def __init__(self, device: CudaDevice, stream: int) -> None:
+        self.device = device
         self.handle = runtime.eventCreateWithFlags(runtime.eventDisableTiming | runtime.eventBlockingSync)
         runtime.eventRecord(self.handle, stream)
 
     @property
     def done(self) -> bool:
         """Whether it is reached."""
-        return bool(runtime.eventQuery(self.handle) == 0)
+        return self._status() == 0
+
+    def _status(self) -> int:
+        """What the runtime says; a thread that never said which GPU would make a context on the first one."""
+        runtime.setDevice(self.device.ordinal)
+        return int(runtime.eventQuery(self.handle))
 
     def synchronize(self, timeout_s: float | None = None) -> bool:
         """Block until it is reached, or for so long; other threads run meanwhile."""
         deadline = time.monotonic() + (timeout_s or 0.0)
-        while timeout_s is not None and runtime.eventQuery(self.handle) == NOT_READY:
+        while timeout_s is not None and self._status() == NOT_READY:
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)
-        with faults("waiting for the GPU"):
+        with self.device.current("waiting for the GPU"):
             runtime.eventSynchronize(self.handle)
         return True
 
@@ -143,7 +149,7 @@ class CudaStream:
     def record(self) -> Event:
         """An event after all work so far."""
         with self.device.current("recording an event"):
-            return CudaEvent(self.handle)
+            return CudaEvent(self.device, self.handle)
 
     def wait(self, event: Event) -> None:
         """Work from here on begins after the event."""
@@ -349,7 +355,7 @@ class CudaDevice:
             cupy.cuda.driver.launchKernel(
                 kernel, *made.grid, 1, made.block, 1, 1, 0, stream.handle, ctypes.addressof(places), 0
             )
-            self._tables.sent(CudaEvent(stream.handle))
+            self._tables.sent(CudaEvent(self, stream.handle))
 
     def compile(self, ops: Sequence[Op]) -> None:
         """Compile ahead what these operations need."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -51,6 +52,15 @@ def tiers_of(path: Path) -> dict[Tier, int]:
     for segment in path.segments:
         out[Tier(segment.tier)] = out.get(Tier(segment.tier), 0) + segment.pages
     return out
+
+
+def loaded_from(asked: Asked, size: int) -> dict[Tier, int]:
+    """Tokens of the load that is planned by the tier that the pages were in."""
+    (first, end), at, out = asked.plan, 0, Counter[Tier]()
+    for tier, pages in asked.sources.items():
+        out[tier] += max(0, min(end, at + pages) - max(first, at)) * size
+        at += pages
+    return dict(out)
 
 
 def given(output: Any, loads: Sequence[Load]) -> list[Sequence[int]]:

@@ -36,8 +36,9 @@ _log = logging.getLogger("kvtier.vllm")
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Scheduler and workers of one engine as one instance of kvtierd's.
 
-    Extra configuration: `socket` (default as for every client), `scope`, `verify` (always, sample, never), and
-    `fingerprint` (sample, exact, or the name of weights that are not on this host).
+    Extra configuration: `socket` (default as for every client), `scope`, `verify` (always, sample, never),
+    `fingerprint` (sample, exact, or the name of weights that are not on this host), `copy` (auto, kernels, torch) and
+    `device` (true: slots may be in the daemon's device tier).
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -56,7 +57,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(client, vllm_config.parallel_config.world_size)
         else:
-            self._worker = Worker(client, vllm_config, kv_cache_config)
+            self._worker = Worker(
+                client, vllm_config, kv_cache_config, extra.get("copy", "auto"), device=bool(extra.get("device", False))
+            )
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str:

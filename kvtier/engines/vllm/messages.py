@@ -24,6 +24,8 @@ class Formats(KVConnectorHandshakeMetadata):  # type: ignore[misc] # vLLM is not
     """A CacheSpec in MessagePack; equal in all workers."""
     replicas: int = 1
     """Workers that hold the same shard."""
+    device: bool = False
+    """Whether the worker maps the daemon's device memory, so that slots may be there."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from kvtier.client import Cache, Client, Lease, Path, Reservation
-from kvtier.engines.vllm.asked import Asked, given, tiers_of
+from kvtier.engines.vllm.asked import Asked, given, loaded_from, tiers_of
 from kvtier.engines.vllm.formats import changed
 from kvtier.engines.vllm.keys import Keys
 from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
@@ -81,6 +81,8 @@ class Scheduler:
         self._states = {number for number, group in enumerate(spec.groups) if group.kind is Kind.STATE}
         """Groups that keep recurrent state: only blocks that a step has ended at hold any."""
         self._cache = self._client.open(spec)
+        self._device = all(each.device for each in formats) and self._client.map_device()
+        """Whether leases and reservations may name slots of the daemon's device tier."""
 
     # -- lookups -------------------------------------------------------------------------------------------------
 
@@ -172,13 +174,8 @@ class Scheduler:
     def sources(self, request: Any, tokens: int) -> dict[Tier, int]:
         """Tokens of the load by the tier that the pages were in."""
         asked = self._asked.get(request.request_id)
-        if asked is None:
-            return {}
-        (first, end), at, out = asked.plan, 0, Counter[Tier]()
-        for tier, pages in asked.sources.items():
-            out[tier] += max(0, min(end, at + pages) - max(first, at)) * self._size
-            at += pages
-        return dict(out) if sum(out.values()) == tokens else {}
+        found = {} if asked is None else loaded_from(asked, self._size)
+        return found if sum(found.values()) == tokens else {}
 
     # -- saves ---------------------------------------------------------------------------------------------------
 
@@ -263,7 +260,7 @@ class Scheduler:
                 for group, row in enumerate(table)
                 if group in self._states or NULL_BLOCK in row[first:end]
             ]
-            held = path.reserve(first, end - first, asked.wants, wait_ms=RESERVE_MS)
+            held = path.reserve(first, end - first, asked.wants, wait_ms=RESERVE_MS, device=self._device)
             asked.saved = first + held.pages if held.pages else end  # nothing granted: not before the next page
             return held
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from kvtier.client import Cache, Client, Lease, Reservation
-from kvtier.client.layout import Bytes
+from kvtier.engines.vllm.copies import Arrival, Arrived
 from kvtier.engines.vllm.formats import changed, ranks_of, slices_of, spec_of
 from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save
-from kvtier.engines.vllm.planes import NULL_BLOCK, Plane
-from kvtier.types import KvtierError, stretches
+from kvtier.engines.vllm.planes import NULL_BLOCK
+from kvtier.engines.vllm.ways import copies_of
+from kvtier.types import KvtierError
 
 COPY_S: Final = 0.004
 """Loads between steps copy so long in each step, so that requests that run wait no longer."""
@@ -28,16 +28,23 @@ _log = logging.getLogger("kvtier.vllm")
 class Worker:
     """One tensor-parallel rank: loads what the scheduler has leased, saves into what it has reserved."""
 
-    def __init__(self, client: Client, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(
+        self, client: Client, vllm_config: Any, kv_cache_config: Any, copy: str = "auto", *, device: bool = False
+    ) -> None:
+        """`copy`: how pages are copied (`ways.WAYS`). `device`: use the daemon's device tier where kernels copy."""
         self._client = client
+        self._way = copy
+        self._wants_device = device
         self._configs = (vllm_config, kv_cache_config)
         self._pool = ThreadPoolExecutor(2, "kvtier")
         self._copier = ThreadPoolExecutor(1, "kvtier-save")
-        self._copies: list[Future[None]] = []
+        self._reading: list[Future[None]] = []
         """Blocks are read until these are over."""
         self._told: deque[tuple[str, int]] = deque()
         """What threads have to tell: (counter, or served or dropped; number)."""
         self._pending: deque[Load] = deque()
+        self._arriving: list[tuple[Load, Arrival]] = []
+        """Loads whose leases are in use, and those between steps that are not over."""
         self._done = Done()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -59,17 +66,24 @@ class Worker:
         self._open = (rank, vllm_config.parallel_config.tensor_parallel_size)
         self._moves_before_fence = bool(getattr(vllm_config, "use_v2_model_runner", False))
         """vLLM's second model runner zeroes and copies blocks before it says that a step begins."""
-        self._planes = [
-            Plane([tensors[name] for name in group.layer_names], kv_cache_config.num_blocks, spec, part)
-            for group, spec, part in zip(
-                kv_cache_config.kv_cache_groups, self.spec.groups, self._slices or [None] * len(names), strict=False
-            )
-        ]
+        groups = [[tensors[name] for name in group.layer_names] for group in kv_cache_config.kv_cache_groups]
+        parts = self._slices or (None,) * len(groups)
+        blocks = kv_cache_config.num_blocks
+        self._copies = copies_of(groups, blocks, self.spec.groups, parts, self._copier, self._way)
         self._cache = self._opened(0)
+        self._device = self._wants_device and self._copies.device and self._maps()
+
+    def _maps(self) -> bool:
+        """Whether the daemon's device memory is mapped here, for KV whose items lie in one slot each."""
+        one = bool(self._cache.groups) and all(group.slots_per_item == 1 for group in self._cache.groups)
+        mapped = one and self._client.map_device()
+        if not mapped:
+            _log.warning("pages go by host memory: %s", self._client.device.reason if one else "no daemon, or states")
+        return mapped
 
     def formats(self) -> Formats:
         """For the scheduler's side: the cache."""
-        return Formats(msgspec.msgpack.encode(self.spec), self._replicas)
+        return Formats(msgspec.msgpack.encode(self.spec), self._replicas, self._device)
 
     def _opened(self, epoch: int) -> Cache:
         rank, world = self._open
@@ -86,7 +100,7 @@ class Worker:
         for load in plan.loads:
             if load.later:
                 self._pending.append(load)
-            elif not self._load(load):
+            elif not self._load(load).good:
                 self._bad_blocks |= {block for row in load.blocks for block in row if block != NULL_BLOCK}
                 self._failures += 1
                 self._done.failures[self._open[0]] = self._failures
@@ -100,22 +114,15 @@ class Worker:
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
         for share in plan.drops:
-            held = self._adopt(share)
-            if self._planes[0].on_cpu:
-                self._copier.submit(self._drop, held)  # after what is still being copied into it
-            else:
-                self._drop(held)
+            self._copier.submit(self._drop, self._adopt(share))  # after what is still being copied into it
         for save in plan.saves:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
                 continue  # a replica of this rank writes it
             if not sound or not isinstance(held, Reservation):
                 self._give_up(save, held)
-            elif not self._planes[0].on_cpu:
-                self._copy(save, held)  # in the order of the stream that computes
             else:
-                self._copies = [copy for copy in self._copies if not copy.done()]
-                self._copies.append(self._copier.submit(self._copy, save, held))
+                self._save(save, held)
         if self._moves_before_fence:
             self.fence()
 
@@ -123,15 +130,22 @@ class Worker:
         """Go on with loads that no step waits for, for a few milliseconds."""
         until = time.monotonic() + COPY_S
         while self._pending and time.monotonic() < until:
-            load = self._pending.popleft()
-            self._received.add(load.request)
-            if not self._load(load):
-                self._failed.add(load.request)
+            self._load(self._pending.popleft())
+        arriving, self._arriving = self._arriving, []
+        for load, arrival in arriving:
+            if not arrival.here():
+                self._arriving.append((load, arrival))
+                continue
+            self._done.leases[load.lease] += 1
+            if load.later:
+                self._received.add(load.request)
+                self._failed |= set() if arrival.good else {load.request}
 
     def fence(self) -> None:
-        """Return when nothing reads or writes vLLM's blocks any more but what a coming step says."""
-        copies, self._copies = self._copies, []
-        wait(copies)
+        """What vLLM does next may write into any block but those that a coming step says."""
+        self._copies.fence()
+        reading, self._reading = self._reading, []
+        wait(reading)
 
     # -- what is told --------------------------------------------------------------------------------------------
 
@@ -167,25 +181,26 @@ class Worker:
     def close(self) -> None:
         """End what runs, and let go."""
         self._copier.shutdown()
+        self._copies.close()
         self._pool.shutdown()
         self._client.close()
 
     # -- copies --------------------------------------------------------------------------------------------------
 
-    def _load(self, load: Load) -> bool:
-        """Whether every page of a lease is in its blocks."""
+    def _load(self, load: Load) -> Arrival:
+        """Begin to copy every page of a lease into its blocks."""
         lease = self._adopt(load.share)
+        arrival: Arrival = Arrived(0, good=False)
         try:
-            good = isinstance(lease, Lease) and all(
-                self._load_group(lease, group, load.first, row) for group, row in enumerate(load.blocks)
-            )
+            if isinstance(lease, Lease):
+                arrival = self._copies.load(lease, load.first, load.blocks, later=load.later)
         except KvtierError as exc:
             _log.warning("a lease cannot be read: %s", exc)
-            good = False
-        self._done.leases[load.lease] += 1
+        self._arriving.append((load, arrival))
         self.counts["loads"] += 1
-        self.counts["loads_failed"] += not good
-        return good
+        self.counts["loads_failed"] += not arrival.good
+        self.counts["pages_loaded"] += arrival.pages
+        return arrival
 
     def _adopt(self, share: bytes) -> Lease | Reservation | None:
         """What the scheduler's side holds; None where it is of another epoch by now."""
@@ -195,63 +210,26 @@ class Worker:
             _log.warning("nothing is read or written: %s", exc)
             return None
 
-    def _load_group(self, lease: Lease, group: int, first: int, row: Sequence[int]) -> bool:
-        """Whether the pages that a group keeps blocks for are all there and right."""
-        plane = self._planes[group]
-        for begin, end in stretches(row, NULL_BLOCK):
-            at = begin
-            for pages in self._pages(lease, group, first + begin, end - begin):
-                pages.flags.writeable = True  # torch takes no other; it is only read
-                plane.load(row[at : at + len(pages)], pages)
-                at += len(pages)
-            if at < end:
-                return False
-            self.counts["pages_loaded"] += end - begin
-        return not lease.lost
+    def _save(self, save: Save, held: Reservation) -> None:
+        """Begin to copy a save out; a thread ends it and has it committed."""
+        ended = self._copies.save(held, save.first, save.blocks)
+        future = self._copier.submit(self._end, save, held, ended)
+        if self._copies.aside:
+            self._reading = [copy for copy in self._reading if not copy.done()]
+            self._reading.append(future)
 
-    def _pages(self, lease: Lease, group: int, first: int, count: int) -> Iterator[Bytes]:
-        """Rows of whole items: in place, or where one lies in several slots, copied together."""
-        if self._cache.groups[group].slots_per_item == 1:
-            yield from lease.views(group, first, count)
-            return
-        for page in range(first, first + count):
-            item = np.empty((1, self.spec.groups[group].item_bytes), np.uint8)
-            if not lease.read(group, page, item[0]):
-                return
-            yield item
-
-    def _copy(self, save: Save, held: Reservation) -> None:
-        """Copy a save out, and have it committed."""
+    def _end(self, save: Save, held: Reservation, ended: Callable[[], int | None]) -> None:
+        """What a save brought, in the thread."""
         try:
-            done = all(self._copy_group(held, group, save.first, row) for group, row in enumerate(save.blocks))
+            pages = ended()
         except Exception:  # noqa: BLE001 - the thread goes on with the next
             _log.exception("a save is given up")
-            done = False
-        if done:
-            self._pool.submit(self._commit, held)
-        else:
+            pages = None
+        if pages is None:
             self._give_up(save, held)
-
-    def _copy_group(self, held: Reservation, group: int, first: int, row: Sequence[int]) -> bool:
-        """Whether this process's part of every page of a group is in its slots."""
-        plane = self._planes[group]
-        if self._cache.groups[group].slots_per_item > 1:
-            wanted = [at for at in range(len(row)) if held.wants(group, first + at)]
-            if any(row[at] == NULL_BLOCK for at in wanted):
-                return False
-            for at in wanted:
-                item = np.empty((1, self.spec.groups[group].item_bytes), np.uint8)
-                plane.save(row[at : at + 1], item)
-                held.write(group, first + at, plane.mine(item[0]))
-            self._told.append(("pages_saved", len(wanted)))
-            return not held.lost
-        for at, pages in held.views(group, first, len(row)):
-            blocks = row[at : at + len(pages)]
-            if NULL_BLOCK in blocks:
-                return False
-            plane.save(blocks, pages)
-            self._told.append(("pages_saved", len(pages)))
-        return not held.lost
+        else:
+            self._told.append(("pages_saved", pages))
+            self._pool.submit(self._commit, held)
 
     def _give_up(self, save: Save, held: Lease | Reservation | None) -> None:
         """A save that will not be."""
