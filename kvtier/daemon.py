@@ -27,6 +27,7 @@ from kvtier.device.find import named_device
 from kvtier.fleet import announce, join
 from kvtier.limits import check_budget, default_budget
 from kvtier.live import Live
+from kvtier.paths import state_path
 from kvtier.policy.quota import parse
 from kvtier.server import Limits, Server
 from kvtier.server.home import Home
@@ -66,7 +67,7 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
     device = None
     if config.device.bytes:
         make = functools.partial(named_device, config.device.which)
-        device = DeviceMemory(make, config.device.bytes, slab_bytes=config.host.slab_bytes)
+        device = DeviceMemory(make, config.device.bytes, slab_bytes=config.host.slab_bytes, folder=state_path())
     store = Store(
         host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S, ways=ways, device=device
     )

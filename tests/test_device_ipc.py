@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvtier.client.arenas import Arenas
@@ -192,3 +194,43 @@ def test_an_engine_without_the_cuda_package_is_told_so(monkeypatch: pytest.Monke
         steps.send((DeviceMapped(1024, MIB, stretch()), []))
     assert joined.device == -1
     assert "cupy" in device.reason
+
+
+class Batches:
+    """The part of a CUDA driver that copies many stretches by one call, as one of two ages has it."""
+
+    def __init__(self, name: str) -> None:
+        self.calls: list[int] = []
+        setattr(self, name, self._new if name.endswith("_v2") else self._old)
+
+    def _new(
+        self, targets: Any, sources: Any, sizes: Any, count: Any, how: Any, first: Any, hows: Any, stream: Any
+    ) -> int:
+        assert (list(how), list(first), hows.value) == ([1, 0, 0, 0, 0, 0], [0], 1)
+        columns = [(ctypes.c_uint64 * count.value).from_address(each.value) for each in (targets, sources, sizes)]
+        for target, source, size in zip(*columns, strict=True):
+            ctypes.memmove(target, source, size)
+        self.calls.append(stream.value)
+        return 0
+
+    def _old(self, *args: Any) -> int:
+        ctypes.cast(args[7], ctypes.POINTER(ctypes.c_size_t))[0] = 0  # where it would say which copy failed
+        return self._new(*args[:7], args[8])
+
+
+@pytest.mark.parametrize("name", ["cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync", "cuSomethingElse"])
+def test_a_batch_of_copies_is_one_call_of_the_driver(name: str):
+    """Of CUDA 13 or 12.8, each with its own arguments; an older driver has none, which is found by asking."""
+    library = LibCuda.__new__(LibCuda)
+    library._cuda = Batches(name)
+    assert library.batch == ("" if name == "cuSomethingElse" else name)
+    if library.batch:
+        source, target = np.arange(4096, dtype=np.uint8), np.zeros(4096, np.uint8)
+        at = [(0, 300, 7), (1000, 0, 100), (50, 2000, 1)]
+        targets, sources = ([array.ctypes.data + one[n] for one in at] for n, array in enumerate((target, source)))
+        library.copies(targets, sources, [size for _, _, size in at], 77)
+        want = np.zeros(4096, np.uint8)
+        for to, origin, size in at:
+            want[to : to + size] = source[origin : origin + size]
+        assert np.array_equal(target, want)
+        assert library._cuda.calls == [77]

@@ -10,7 +10,7 @@ import xxhash
 
 from enginekv import EngineKv, Shape
 from kvtier.device.host import HostBuffer, HostDevice
-from kvtier.device.shuttle import MOST_TRANSFERS, Shuttle, Transfer
+from kvtier.device.shuttle import MOST_TRANSFERS, Shuttle, Transfer, Way
 from kvtier.types import Code, KvtierError
 from lazydevice import LazyDevice, Site
 
@@ -19,6 +19,7 @@ SHAPE = Shape("LBNHC", 4, 16, 2, 8, (4, 4), 2)
 PAGES = 5
 WAYS = {
     "staged": {"stage_bytes": 2 * 1024, "pieces": 2},
+    "batched": {"stage_bytes": 2 * 1024, "way": Way.BATCHED},
     "summed": {"stage_bytes": 2 * 1024, "sums": True},
     "direct": {"direct": True, "pieces": 2},
 }

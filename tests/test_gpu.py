@@ -14,7 +14,7 @@ from kvtier.device import host
 from kvtier.device.find import open_device
 from kvtier.device.layout import Plan
 from kvtier.device.ops import moves, summed
-from kvtier.device.shuttle import Shuttle
+from kvtier.device.shuttle import Shuttle, Way
 from test_kernels import LAYOUTS, QUANTIZED
 
 pytestmark = pytest.mark.gpu
@@ -119,7 +119,14 @@ def test_sums_are_the_hosts_xxh3(size: int, gpu: Any):
 
 
 @pytest.mark.parametrize(
-    "way", [{"stage_bytes": 1 << 16, "pieces": 2}, {"stage_bytes": 1 << 17, "sums": True}, {"direct": True}]
+    "way",
+    [
+        {"stage_bytes": 1 << 16, "pieces": 2},
+        {"stage_bytes": 1 << 17, "sums": True},
+        {"stage_bytes": 1 << 17, "way": Way.BATCHED},
+        {"direct": True},
+        {"way": Way.FEW},
+    ],
 )
 def test_pages_go_out_and_come_back(way: dict, gpu: Any):
     """The twin of test_device_streams: through staging or straight, pages arrive whole, and summed."""

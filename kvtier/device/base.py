@@ -78,6 +78,10 @@ class Facts(NamedTuple):
     """Such as 90 for sm_90; 0 for the CPU."""
     driver: int = 0
     """The driver's version."""
+    batches: bool = False
+    """Whether many copies can be one call of the driver."""
+    reaches: bool = False
+    """Whether kernels reach host memory that is not pinned, as over NVLink C2C."""
 
 
 class Device(Protocol):
@@ -116,8 +120,15 @@ class Device(Protocol):
     def copy(self, target: int, source: int, size: int, stream: Stream) -> None:
         """Copy bytes, between any two places that the device can reach."""
 
-    def copies(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Stream) -> None:
-        """Many copies, which may be done in any order."""
+    def copies(
+        self,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        stream: Stream,
+        batched: bool = False,
+    ) -> None:
+        """Many copies, which may be done in any order; `batched`: in one call of the driver, where it has that."""
 
     def launch(self, op: Op, stream: Stream, blocks: int = 0) -> None:
         """Do an operation, by at most so many thread blocks (0: as many as help)."""

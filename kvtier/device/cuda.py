@@ -36,6 +36,8 @@ TABLE_BYTES: Final = 4 << 20
 TABLE_ALIGN: Final = 256
 ROOM_S: Final = 10.0
 """A launch that still has its tables after this time is stuck."""
+HOST_TABLES: Final = 100
+"""cudaDevAttrPageableMemoryAccessUsesHostPageTables: kernels reach all host memory at the speed of the link."""
 MAPPED: Final = 3
 """Portable and mapped, as cudaHostAlloc and cudaHostRegister name it: kernels reach it by its own address."""
 
@@ -269,10 +271,17 @@ class CudaDevice:
         with faults("opening the GPU"):
             about = runtime.getDeviceProperties(ordinal)
             driver = int(runtime.driverGetVersion())
+            reaches = bool(runtime.deviceGetAttribute(HOST_TABLES, ordinal))
         name = about["name"].decode() if isinstance(about["name"], bytes) else str(about["name"])
         compute = about["major"] * 10 + about["minor"]
         self.ordinal = ordinal
-        self.facts = Facts(name, bytes(about["uuid"])[:16], int(about["multiProcessorCount"]), int(compute), driver)
+        self._library = LibCuda()
+        uuid, processors, batches = (
+            bytes(about["uuid"])[:16],
+            int(about["multiProcessorCount"]),
+            bool(self._library.batch),
+        )
+        self.facts = Facts(name, uuid, processors, int(compute), driver, batches, reaches)
         self._modules: dict[Source, Any] = {}
         self._tables = Tables(self)
         self._mappings: Mappings | None = None
@@ -302,7 +311,7 @@ class CudaDevice:
         """Device memory whose handle other processes open."""
         memory = self.take(size)
         try:
-            exported, fd = LibCuda().export(self.facts.uuid, memory.address, size)
+            exported, fd = self._library.export(self.facts.uuid, memory.address, size)
         except KvtierError:
             memory.free()
             raise
@@ -333,11 +342,21 @@ class CudaDevice:
         """Copy bytes by the copy engine."""
         self.copies([target], [source], [size], stream)
 
-    def copies(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Stream) -> None:
-        """Many copies, one call of the runtime each."""
+    def copies(
+        self,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        sizes: Sequence[int],
+        stream: Stream,
+        batched: bool = False,
+    ) -> None:
+        """Many copies, one call of the runtime each, or one of the driver for all."""
         assert isinstance(stream, CudaStream)
         call, kind, handle = runtime.memcpyAsync, runtime.memcpyDefault, stream.handle
         with self.current("copying"):
+            if batched and self.facts.batches and len(targets) > 1:
+                self._library.copies(targets, sources, sizes, handle)
+                return
             for target, source, size in zip(targets, sources, sizes, strict=True):
                 call(target, source, size, kind, handle)
 

@@ -22,7 +22,7 @@ from kvtier.wire import Exported
 
 Array = npt.NDArray[Any]
 Work = Callable[[], None]
-FACTS: Final = Facts("cpu", bytes(16), 1, 0)
+FACTS: Final = Facts("cpu", bytes(16), 1, 0, reaches=True)
 
 
 def raw(address: int, size: int) -> Array:
@@ -225,8 +225,11 @@ class HostDevice:
         """Copy bytes."""
         stream.add(lambda: ctypes.memmove(target, source, size) and None)
 
-    def copies(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any) -> None:
+    def copies(
+        self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: Any, batched: bool = False
+    ) -> None:
         """Many copies."""
+        del batched  # there is no driver
         for target, source, size in zip(targets, sources, sizes, strict=True):
             self.copy(target, source, size, stream)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
 
 from kvtier.types import Code, KvtierError
 from kvtier.wire import HANDLE_BYTES, Exported
@@ -20,6 +22,9 @@ ADVICE: Final = (
     "engine and daemon must see the same GPU, run as the same user, and in containers share IPC and PID namespaces "
     "(--ipc=host --pid=host) with differing pids"
 )
+
+BATCH: Final = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")
+"""A batch of copies, as CUDA 13 has it, and as CUDA 12.8 does, which also tells which copy failed."""
 
 
 class Driver(Protocol):
@@ -154,6 +159,21 @@ class LibCuda:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(status, ctypes.byref(text))
             raise KvtierError(Code.IO, f"{name}: {(text.value or b'unknown error').decode()} ({status})")
+
+    @property
+    def batch(self) -> str:
+        """The call that does many copies at once; empty where the driver is older."""
+        return next((name for name in BATCH if hasattr(self._cuda, name)), "")
+
+    def copies(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> None:
+        """Many copies on a stream (not the default one) by one call, in any order among themselves."""
+        words = [np.array(column, np.uint64) for column in (targets, sources, sizes)]
+        how = (ctypes.c_uint32 * 6)(1)  # sources are read in the order of the stream; no hints where memory lies
+        first, failed = (ctypes.c_size_t * 1)(), ctypes.c_size_t()
+        more = [ctypes.byref(failed)] if self.batch == BATCH[1] else []
+        places = [ctypes.c_void_p(column.ctypes.data) for column in words]
+        count = ctypes.c_size_t(len(targets))
+        self.call(self.batch, *places, count, how, first, ctypes.c_size_t(1), *more, ctypes.c_void_p(stream))
 
     def allocation(self, address: int) -> tuple[int, int]:
         """Base address and size of the allocation that an address lies in."""

@@ -1,12 +1,14 @@
-"""Which way pages go between an engine's blocks and pinned slots: measured once for a GPU and driver, kept on disk.
+"""Which way pages go between an engine's blocks and slots in host memory: measured once for a GPU and driver, and kept.
 
-What is fastest depends on the direction, the bytes of a page and how many there are, and on the machine: staged pages
-go by the copy engine at full rate but cost a copy each; kernels that reach the slots themselves win for small pages;
-with few thread blocks they leave the processors to the engine.
+What is fastest depends on the direction, the bytes of a page and how many there are, on the machine, and on whether the
+slots are pinned: staged pages go by the copy engine at full rate but cost a copy each, or a batch of copies one call of
+the driver; kernels that reach the slots themselves win for small pages; with few thread blocks they leave the
+processors to the engine.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import os
@@ -18,12 +20,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from kvtier.device.base import Device
+from kvtier.device.host import HostBuffer
 from kvtier.device.layout import Paged, plan
 from kvtier.device.shuttle import Shuttle, Way
 from kvtier.identity import GroupSpec
 from kvtier.types import Kind
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 SIZES: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 """Bytes of a page that are measured; others are like the next that is."""
 COUNTS: Final = (1, 16, 256)
@@ -32,10 +35,18 @@ MOST_BYTES: Final = 32 << 20
 TRIES: Final = 3
 NEAR: Final = 1.1
 """A way that is within a tenth of the fastest is as good; of those the one that uses the fewest processors is taken."""
-ORDER: Final = (Way.STAGED, Way.FEW, Way.DIRECT)
-"""From the fewest processors to the most."""
+ORDER: Final = (Way.BATCHED, Way.STAGED, Way.FEW, Way.DIRECT)
+"""From the fewest processors, of the GPU and of the host, to the most."""
 
 _log = logging.getLogger("kvtier.device")
+
+
+class Memory(enum.StrEnum):
+    """What slots are in."""
+
+    PINNED = "pinned"
+    PAGED = "paged"
+    """Host memory as it is, such as the daemon's arenas."""
 
 
 class Case(NamedTuple):
@@ -62,20 +73,28 @@ def best(seconds: dict[Way, float]) -> Way:
     return next(way for way in ORDER if way in seconds and seconds[way] <= limit)
 
 
-def measure(device: Device, clock: Callable[[], float] = time.perf_counter) -> Seconds:
+def ways(device: Device, memory: Memory) -> list[Way]:
+    """What a device can do with slots in such memory."""
+    reaches = memory is Memory.PINNED or device.facts.reaches
+    can = {Way.STAGED: True, Way.BATCHED: device.facts.batches, Way.FEW: reaches, Way.DIRECT: reaches}
+    return [way for way in ORDER if can[way]]
+
+
+def measure(device: Device, clock: Callable[[], float] = time.perf_counter, memory: Memory = Memory.PINNED) -> Seconds:
     """Time every way of every case; a second or two on a GPU. Raises KvtierError where the device fails."""
-    return {case: _time(device, case, clock) for case in cases()}
+    return {case: _time(device, case, clock, memory) for case in cases()}
 
 
-def _time(device: Device, case: Case, clock: Callable[[], float]) -> dict[Way, float]:
+def _time(device: Device, case: Case, clock: Callable[[], float], kind: Memory) -> dict[Way, float]:
     """Seconds of one case by each way, the best of some tries."""
     size, count = case.page_bytes, case.pages
-    memory, pinned = device.take(size * count), device.pin(size * count)
+    memory = device.take(size * count)
+    pinned = device.pin(size * count) if kind is Memory.PINNED else HostBuffer(size * count)
     paged = Paged(memory.address, count, 1, 16, size // 16, size, size, size // 16)
     made = plan([[paged]], 16, GroupSpec(Kind.FULL, 1, 1, size))
-    slots = np.arange(count, dtype=np.uint64) * np.uint64(size) + np.uint64(pinned.address)
+    slots = np.arange(count, dtype=np.uint64)[::-1] * np.uint64(size) + np.uint64(pinned.address)  # no neighbours
     ids, out = np.arange(count), {}
-    for way in ORDER:
+    for way in ways(device, kind):
         shuttle = Shuttle(device, made, way=way)
         try:
             took = []
@@ -94,14 +113,18 @@ def _time(device: Device, case: Case, clock: Callable[[], float]) -> dict[Way, f
 class Paths:
     """The table of one device; `way` of it goes to a Shuttle."""
 
-    def __init__(self, device: Device, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, device: Device, folder: Path, clock: Callable[[], float] = time.perf_counter,
+        memory: Memory = Memory.PINNED,
+    ) -> None:  # fmt: skip
         """Read from `folder`, or measured and written there. A folder that cannot be written costs the next start."""
         facts = device.facts
-        self.file = folder / f"paths-{facts.uuid.hex()}.json"
-        self._names = {"format": FORMAT, "device": facts.name, "driver": facts.driver}
+        self.file = folder / f"paths-{facts.uuid.hex()}-{memory}.json"
+        known = [way.value for way in ways(device, memory)]
+        self._names = {"format": FORMAT, "device": facts.name, "driver": facts.driver, "ways": known}
         self.seconds = self._read()
         if not self.seconds:
-            self.seconds = measure(device, clock)
+            self.seconds = measure(device, clock, memory)
             self._write()
         self._best = {case: best(seconds) for case, seconds in self.seconds.items()}
         self._asked: dict[Case, Way] = {}

@@ -39,12 +39,15 @@ class Way(enum.StrEnum):
 
     STAGED = "staged"
     """Gathered in device memory, then copied whole by the copy engine; or the reverse."""
+    BATCHED = "batched"
+    """The same, the copies of a batch in one call of the driver."""
     DIRECT = "direct"
     """Kernels reach the slots."""
     FEW = "few"
     """The same with few thread blocks."""
 
 
+STAGING: Final = frozenset({Way.STAGED, Way.BATCHED})
 Choose = Callable[[bool, int, int], Way]
 """(whether it is a load, bytes of a page, pages) -> the way."""
 
@@ -195,7 +198,7 @@ class Shuttle:
         if after is not None:
             self._gather.wait(after)
         way = self._way(False, len(slots))
-        stages, blocks = (self._down, 0) if way is Way.STAGED else ([], FEW_BLOCKS * (way is Way.FEW))
+        stages, blocks = (self._down, 0) if way in STAGING else ([], FEW_BLOCKS * (way is Way.FEW))
         for piece, pages, stage in self._batches(self._whole, len(slots), stages):
             if stage is None:
                 self._launch(ids, slots[pages], piece, self._gather, pages, blocks, to_slots=True)
@@ -206,7 +209,7 @@ class Shuttle:
             self._launch(ids, places, piece, self._gather, pages, to_slots=True)
             self._sum(staged, piece, transfer.row, pages, self._gather)
             self._out.wait(self._gather.record())
-            self._copy(slots[pages] + np.uint64(piece.at), staged, piece, self._out)
+            self._copy(slots[pages] + np.uint64(piece.at), staged, piece, self._out, way)
             stage.free = self._out.record()
         transfer.read = self._gather.record()
         transfer.done = transfer.read if not stages else self._out.record()
@@ -217,7 +220,7 @@ class Shuttle:
             self._scatter.wait(after)
         last = self._parts[0]
         way = self._way(True, len(slots))
-        stages, blocks = (self._up, 0) if way is Way.STAGED else ([], FEW_BLOCKS * (way is Way.FEW))
+        stages, blocks = (self._up, 0) if way in STAGING else ([], FEW_BLOCKS * (way is Way.FEW))
         for piece, pages, stage in self._batches(self._parts, len(slots), stages):
             if piece is not last:
                 transfer.layers.append(self._scatter.record())
@@ -228,7 +231,7 @@ class Shuttle:
             if stage.free is not None:
                 self._in.wait(stage.free)
             staged, places = self._places(stage, piece, pages)
-            self._copy(staged, slots[pages] + np.uint64(piece.at), piece, self._in)
+            self._copy(staged, slots[pages] + np.uint64(piece.at), piece, self._in, way)
             self._scatter.wait(self._in.record())
             self._sum(staged, piece, transfer.row, pages, self._scatter)
             self._launch(ids, places, piece, self._scatter, pages, to_slots=False)
@@ -266,7 +269,7 @@ class Shuttle:
         slots = np.ascontiguousarray(slots, np.uint64)
         if not 1 <= len(slots) <= MOST_PAGES:
             raise bad("slots", f"1..{MOST_PAGES} pages", len(slots))
-        if self._way(not to_slots, len(slots)) is not Way.STAGED and (slots % np.uint64(VECTOR)).any():
+        if self._way(not to_slots, len(slots)) not in STAGING and (slots % np.uint64(VECTOR)).any():
             raise bad("slots", f"addresses at multiples of {VECTOR} bytes")
         return blocks_of(self.plan, ids, len(slots), to_slots=to_slots), slots
 
@@ -311,10 +314,10 @@ class Shuttle:
 
     def _way(self, load: bool, pages: int) -> Way:
         """How a transfer goes: sums are taken of what is staged, slices of layers are not staged."""
-        if self._summed:
-            return Way.STAGED
         way = self._chosen if isinstance(self._chosen, Way) else self._chosen(load, self._whole[0].bytes, pages)
-        return Way.DIRECT if self.direct and way is Way.STAGED else way
+        if self._summed and way not in STAGING:
+            return Way.STAGED
+        return Way.DIRECT if self.direct and way in STAGING else way
 
     def _launch(
         self, ids: Words, slots: Words, piece: Piece, stream: Stream, pages: slice, most: int = 0, *, to_slots: bool
@@ -331,13 +334,14 @@ class Shuttle:
             out = self._sums.address + 8 * (MOST_PAGES * row + pages.start)
             self.device.launch(summed(staged, piece.bytes, out), stream)
 
-    def _copy(self, targets: Words, sources: Words, piece: Piece, stream: Stream) -> None:
+    def _copy(self, targets: Words, sources: Words, piece: Piece, stream: Stream, way: Way) -> None:
         """Copy a piece of each page; neighbours on both sides at once."""
         size = np.uint64(piece.bytes)
         apart = (np.diff(targets) != size) | (np.diff(sources) != size)
         cuts = np.array([0, *(np.flatnonzero(apart) + 1), len(targets)])
         sizes = (np.diff(cuts) * piece.bytes).tolist()
-        self.device.copies(targets[cuts[:-1]].tolist(), sources[cuts[:-1]].tolist(), sizes, stream)
+        starts = targets[cuts[:-1]].tolist(), sources[cuts[:-1]].tolist()
+        self.device.copies(*starts, sizes, stream, way is Way.BATCHED)
 
 
 def _pieces(plan: Plan, count: int) -> list[Piece]:

@@ -11,22 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from kvtier.device.base import Device, Event, Pinned, Shared, Stream
 from kvtier.device.ipc import ADVICE
-from kvtier.device.ops import SUM_FROM, summed
-from kvtier.device.shuttle import Transfer
+from kvtier.device.paths import Memory, Paths
+from kvtier.device.shuttle import Choose, Transfer, Way
 from kvtier.mover import Urgency, drained
+from kvtier.store import carries
 from kvtier.tiers.pool import Span
 from kvtier.types import Code, KvtierError
 
@@ -48,6 +50,7 @@ SCRATCH_BYTES: Final = 1 << 20
 SUMMED: Final = 4096
 """Slots that one kernel sums."""
 
+_log = logging.getLogger("kvtier.device")
 T = TypeVar("T")
 Lists = Sequence[Sequence[Span]]
 
@@ -80,16 +83,29 @@ class Batch:
 class Carrier:
     """One device. `sick` says why nothing moves any more; a device that never came up is sick from the beginning."""
 
-    def __init__(self, make: Callable[[], Device], shared_bytes: int, *, deadline_s: float = DEADLINE_S) -> None:
-        """Opens the device and takes `shared_bytes` of its memory, which is `shared`. Blocks."""
+    def __init__(
+        self,
+        make: Callable[[], Device],
+        shared_bytes: int,
+        *,
+        deadline_s: float = DEADLINE_S,
+        folder: Path | None = None,
+    ) -> None:
+        """Opens the device and takes `shared_bytes` of its memory, which is `shared`. Blocks.
+
+        `folder`: where it is kept what was measured of a GPU, or measured now; None: copies go one by one.
+        """
         self.sick = ""
         self.name = ""
         self.uuid = b""
         self.shared: Shared | None = None
         self.on_sick: Callable[[], None] | None = None
         """Called once when the device failed, by the thread or on the loop."""
+        self.way: Choose | Way = Way.STAGED
+        """How pages go between host memory and the device; the shuttles of engines' own KV take it too."""
         self._make = make
         self._size = shared_bytes
+        self._folder = folder
         self._deadline_s = deadline_s
         self._queues: tuple[deque[Batch], deque[Batch]] = (deque(), deque())
         self._flying: deque[Batch] = deque()
@@ -112,16 +128,29 @@ class Carrier:
         """Batches that are not done."""
         return len(self._queues[0]) + len(self._queues[1]) + len(self._flying)
 
+    @property
+    def base(self) -> int:
+        """Where the tier's memory begins on the device."""
+        return self.shared.memory.address if self.shared is not None else 0
+
+    def on_device(self, address: int) -> bool:
+        """Whether it is in the tier's memory."""
+        return self.base <= address < self.base + self._size
+
+    def way_of(self, target: Span, count: int) -> Way:
+        """How so many slots of one size go to where the first one does."""
+        return self.way if isinstance(self.way, Way) else self.way(self.on_device(target.address), target.bytes, count)
+
     # -- on the loop -----------------------------------------------------------------------------------------------
 
     async def copy(self, pairs: Sequence[tuple[Sequence[Span], Sequence[Span]]], urgency: Urgency) -> None:
         """Copy items: (source, target) spans each. Raises busy, io, Stuck."""
-        await self.do(functools.partial(_copy, pairs), _nothing, urgency)
+        await self.do(functools.partial(carries.copy, pairs), carries.nothing, urgency)
 
     async def checksums(self, items: Lists, urgency: Urgency) -> list[int]:
         """xxh3-64 of items in device memory, by the device where it can. Raises busy, io, Stuck."""
         size = items[0][0].bytes if items else 0
-        same = _summable(size) and all(len(spans) == 1 and spans[0].bytes == size for spans in items)
+        same = carries.summable(size) and all(len(spans) == 1 and spans[0].bytes == size for spans in items)
         async with self._summing:  # one scratch memory for all
             if same:
                 return await self._sums([spans[0].address for spans in items], size, urgency)
@@ -132,7 +161,9 @@ class Carrier:
         out: list[int] = []
         for at in range(0, len(slots), SUMMED):
             part = np.array(slots[at : at + SUMMED], np.uint64)
-            out += await self.do(functools.partial(_sum, part, size), functools.partial(_read, len(part)), urgency)
+            out += await self.do(
+                functools.partial(carries.add_up, part, size), functools.partial(carries.read, len(part)), urgency
+            )
         return out
 
     async def _digest(self, spans: Sequence[Span], urgency: Urgency) -> int:
@@ -141,7 +172,11 @@ class Carrier:
         for span in spans:
             for at in range(0, span.bytes, SCRATCH_BYTES):
                 piece = Span(span.address + at, min(SCRATCH_BYTES, span.bytes - at))
-                await self.do(functools.partial(_fetch, piece), functools.partial(_update, state, piece.bytes), urgency)
+                await self.do(
+                    functools.partial(carries.fetch, piece),
+                    functools.partial(carries.update, state, piece.bytes),
+                    urgency,
+                )
         return state.intdigest()
 
     async def call(self, work: Callable[[Device], T], urgency: Urgency = Urgency.ENGINE) -> T:
@@ -189,7 +224,9 @@ class Carrier:
         async with self._summing:
             piece = Span(address, len(token))
             await self.do(
-                functools.partial(_fetch, piece), functools.partial(_update, state, len(token)), Urgency.ENGINE
+                functools.partial(carries.fetch, piece),
+                functools.partial(carries.update, state, len(token)),
+                Urgency.ENGINE,
             )
         if state.intdigest() != xxhash.xxh3_64_intdigest(token):
             raise KvtierError(Code.IO, f"the engine's GPU memory is mapped here but shows other bytes; {ADVICE}")
@@ -197,7 +234,7 @@ class Carrier:
     async def write(self, where: Span, data: bytes) -> None:
         """Put a few bytes into device memory. Raises busy, io, Stuck."""
         async with self._summing:
-            await self.do(functools.partial(_put, where, data), _nothing, Urgency.ENGINE)
+            await self.do(functools.partial(carries.put, where, data), carries.nothing, Urgency.ENGINE)
 
     async def do(self, begin: Begin, end: Callable[[Carrier], Any], urgency: Urgency) -> Any:
         """Have the thread queue work, and wait for its result. Raises busy, io, Stuck.
@@ -255,6 +292,7 @@ class Carrier:
             self.shared = self.device.share(self._size)
             self.scratch = self.device.pin(SCRATCH_BYTES)
             self._streams = Streams(self.device.stream(urgent=True), self.device.stream())
+            self._choose()
         except Exception as exc:  # noqa: BLE001 - whatever a driver says, the daemon goes on without
             self.sick = str(exc) or type(exc).__name__
         self._opened.set()
@@ -265,6 +303,15 @@ class Carrier:
             with contextlib.suppress(KvtierError):
                 self.scratch.free()
                 self.shared.memory.free()
+
+    def _choose(self) -> None:
+        """Measure a GPU once, or read what was measured; one without room for that is used all the same."""
+        if self._folder is None or not self.device.facts.compute:
+            return
+        try:
+            self.way = Paths(self.device, self._folder, memory=Memory.PAGED).way
+        except KvtierError as exc:
+            _log.warning("copies go one by one: %s", exc)
 
     def _turn(self) -> bool:
         """Queue what waits, see what is done; False when closing and nothing flies."""
@@ -346,54 +393,3 @@ def _tell(future: asyncio.Future[Any], result: Any) -> None:
 
     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
         future.get_loop().call_soon_threadsafe(deliver)
-
-
-def _copy(pairs: Sequence[tuple[Sequence[Span], Sequence[Span]]], carrier: Carrier, stream: Stream) -> None:
-    """Queue copies, slot by slot; neighbours on both sides at once."""
-    targets: list[int] = []
-    sources: list[int] = []
-    sizes: list[int] = []
-    for source, target in pairs:
-        for ours, theirs in zip(source, target, strict=True):
-            if targets and targets[-1] + sizes[-1] == theirs.address and sources[-1] + sizes[-1] == ours.address:
-                sizes[-1] += ours.bytes
-                continue
-            sources.append(ours.address)
-            targets.append(theirs.address)
-            sizes.append(ours.bytes)
-    carrier.device.copies(targets, sources, sizes, stream)
-
-
-def _nothing(_carrier: Carrier) -> None:
-    """A copy has no result."""
-
-
-def _summable(size: int) -> bool:
-    """Whether devices sum items of that size."""
-    return size >= SUM_FROM and size % 8 == 0
-
-
-def _sum(slots: npt.NDArray[np.uint64], size: int, carrier: Carrier, stream: Stream) -> None:
-    """Queue the kernel that sums slots."""
-    carrier.device.launch(summed(slots, size, carrier.scratch.address), stream)
-
-
-def _read(count: int, carrier: Carrier) -> list[int]:
-    """What it found."""
-    return [int(value) for value in carrier.scratch.data[: 8 * count].view(np.uint64)]
-
-
-def _fetch(piece: Span, carrier: Carrier, stream: Stream) -> None:
-    """Queue a copy to the scratch memory."""
-    carrier.device.copies([carrier.scratch.address], [piece.address], [piece.bytes], stream)
-
-
-def _put(where: Span, data: bytes, carrier: Carrier, stream: Stream) -> None:
-    """Queue a copy of bytes by way of the scratch memory."""
-    carrier.scratch.data[: len(data)] = np.frombuffer(data, np.uint8)
-    carrier.device.copies([where.address], [carrier.scratch.address], [len(data)], stream)
-
-
-def _update(state: xxhash.xxh3_64, size: int, carrier: Carrier) -> None:
-    """Add what is there now to a sum."""
-    state.update(carrier.scratch.data[:size].data)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtier.device.base import Buffer, Device
 from kvtier.device.layout import Paged, Plan, plan
-from kvtier.device.shuttle import MOST_PAGES, Shuttle, Way
+from kvtier.device.shuttle import MOST_PAGES, Choose, Shuttle, Way
 from kvtier.identity import Slice
 from kvtier.mover import Urgency
 from kvtier.store.cache import Cache
@@ -50,14 +50,17 @@ class KvRegion:
         self.ended = False
         """Nothing new moves there; it is unmapped when the last that uses it lets it go."""
 
-    def shuttle(self, device: Device, job: Job) -> Shuttle:
-        """What moves pages of one group; made on first use, in the device's thread. Raises bad_request, no_space."""
+    def shuttle(self, device: Device, job: Job, way: Choose | Way) -> Shuttle:
+        """What moves pages of one group; made on first use, in the device's thread. Raises bad_request, no_space.
+
+        `way`: between the engine's blocks and slots in host memory.
+        """
         found = self.shuttles.get(job.kind)
         if found is None:
             made = self.plan(job.cache, job.group, job.part)
-            if job.host and not made.whole_layers and device.facts.compute:
+            if job.host and not made.whole_layers and not device.facts.reaches:
                 raise bad("rows", "pages on the device, or a rank with whole layers: no kernel reaches host slots")
-            found = self.shuttles[job.kind] = Shuttle(device, made, way=Way.STAGED if job.host else Way.DIRECT)
+            found = self.shuttles[job.kind] = Shuttle(device, made, way=way if job.host else Way.DIRECT)
         return found
 
     def plan(self, cache: Cache, group: int, part: Slice) -> Plan:
@@ -186,7 +189,7 @@ class KvRegions:
         carrier, urgency = self._carrier, Urgency.LOAD if load else Urgency.ENGINE
         shuttle = region.shuttles.get(job.kind)
         if shuttle is None:  # what it lacks for one is this request's misfortune, not the device's
-            shuttle = await carrier.call(lambda device: region.shuttle(device, job), urgency)
+            shuttle = await carrier.call(lambda device: region.shuttle(device, job, carrier.way), urgency)
         go = shuttle.load if load else shuttle.store
         per = len(job.blocks) // max(1, len(job.slots))
         for at in range(0, len(job.slots), MOST_PAGES):

@@ -8,6 +8,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtier.device.base import Device
@@ -44,10 +45,14 @@ class DeviceMemory:
         *,
         slab_bytes: int = 64 << 20,
         deadline_s: float = DEADLINE_S,
+        folder: Path | None = None,
     ) -> None:
-        """Opens the device and takes its memory: blocks. `sick` of the carrier says why there is none."""
+        """Opens the device and takes its memory: blocks. `sick` of the carrier says why there is none.
+
+        `folder`: for what is measured of a GPU once.
+        """
         size = align_up(budget_bytes)
-        self.carrier = Carrier(make, size + PAGE_ALIGN, deadline_s=deadline_s)
+        self.carrier = Carrier(make, size + PAGE_ALIGN, deadline_s=deadline_s, folder=folder)
         shared = self.carrier.shared
         there = shared is not None and not self.carrier.sick
         address = shared.memory.address if there and shared is not None else 0
