@@ -62,12 +62,13 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
         config.disk_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         post, pack = loop.call_soon_threadsafe, config.disk.compress
         disk = DiskTier(config.disk_path, config.disk.bytes, post=post, compress=pack)
-    host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault)
     ways = Ways(config.policy, high_water=config.host.high_water)
     device = None
     if config.device.bytes:
         make = functools.partial(named_device, config.device.which)
         device = DeviceMemory(make, config.device.bytes, slab_bytes=config.host.slab_bytes, folder=state_path())
+    near = device.carrier.node if device is not None else None
+    host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault, near=near)
     store = Store(
         host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S, ways=ways, device=device
     )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.arena import HUGE_BYTES, Arena, cpu_nodes, free_huge_bytes
+from kvtier.tiers.arena import HUGE_BYTES, Arena, free_huge_bytes
 from kvtier.tiers.extents import Extents
 
 MIB = 1 << 20
@@ -149,17 +149,6 @@ def test_free_huge_pages_are_those_not_reserved(tmp_path):
     assert free_huge_bytes(file) == 4 * HUGE_BYTES
     file.write_text(text.format(1 << 20))
     assert free_huge_bytes(file) == 0
-
-
-def test_nodes_of_gpu_memory_are_left_out(tmp_path):
-    """Only nodes with CPUs and memory count, in order, with their sizes."""
-    for number, cpus, kib in ((0, "0-3", 100), (10, "8-9", 300), (2, "", 900), (3, "4-7", 0)):
-        folder = tmp_path / f"node{number}"
-        folder.mkdir()
-        (folder / "cpulist").write_text(cpus + "\n")
-        (folder / "meminfo").write_text(f"Node {number} MemTotal: {kib} kB\nNode {number} MemFree: 1 kB\n")
-    assert cpu_nodes(tmp_path) == [(0, 100 << 10), (10, 300 << 10)]
-    assert cpu_nodes(tmp_path / "absent") == []
 
 
 ranges = st.tuples(st.booleans(), st.integers(0, 40), st.integers(1, 12))

@@ -82,6 +82,8 @@ class Facts(NamedTuple):
     """Whether many copies can be one call of the driver."""
     reaches: bool = False
     """Whether kernels reach host memory that is not pinned, as over NVLink C2C."""
+    pci: str = ""
+    """Its address on the PCI bus; empty: it is not there."""
 
 
 class Device(Protocol):

@@ -21,6 +21,7 @@ from kvtier.device.host import raw
 from kvtier.device.ipc import LibCuda, Mappings, Opened
 from kvtier.device.kernels import Launch, Source, launch
 from kvtier.device.ops import Op
+from kvtier.numa import memory_on, node_of
 from kvtier.sources import source
 from kvtier.types import Code, KvtierError, align_up
 from kvtier.wire import Exported
@@ -193,7 +194,7 @@ class CudaPinned:
     def __init__(self, device: CudaDevice, size: int) -> None:
         self.device = device
         self.bytes = size
-        with device.current(f"pinning {size} bytes"):
+        with device.current(f"pinning {size} bytes"), memory_on(device.node):
             self.address = int(runtime.hostAlloc(size, MAPPED))
         self.data: Array = raw(self.address, size)
 
@@ -272,6 +273,7 @@ class CudaDevice:
             about = runtime.getDeviceProperties(ordinal)
             driver = int(runtime.driverGetVersion())
             reaches = bool(runtime.deviceGetAttribute(HOST_TABLES, ordinal))
+            pci = str(runtime.deviceGetPCIBusId(ordinal))
         name = about["name"].decode() if isinstance(about["name"], bytes) else str(about["name"])
         compute = about["major"] * 10 + about["minor"]
         self.ordinal = ordinal
@@ -281,7 +283,8 @@ class CudaDevice:
             int(about["multiProcessorCount"]),
             bool(self._library.batch),
         )
-        self.facts = Facts(name, uuid, processors, int(compute), driver, batches, reaches)
+        self.facts = Facts(name, uuid, processors, int(compute), driver, batches, reaches, pci)
+        self.node = node_of(pci)
         self._modules: dict[Source, Any] = {}
         self._tables = Tables(self)
         self._mappings: Mappings | None = None

@@ -28,6 +28,7 @@ from kvtier.device.ipc import ADVICE
 from kvtier.device.paths import Memory, Paths
 from kvtier.device.shuttle import Choose, Transfer, Way
 from kvtier.mover import Urgency, drained
+from kvtier.numa import node_of
 from kvtier.store import carries
 from kvtier.tiers.pool import Span
 from kvtier.types import Code, KvtierError
@@ -98,6 +99,8 @@ class Carrier:
         self.sick = ""
         self.name = ""
         self.uuid = b""
+        self.node: int | None = None
+        """The NUMA node of host memory that is nearest."""
         self.shared: Shared | None = None
         self.on_sick: Callable[[], None] | None = None
         """Called once when the device failed, by the thread or on the loop."""
@@ -288,7 +291,8 @@ class Carrier:
         """Have the device until closing, or until it is sick."""
         try:
             self.device = self._make()
-            self.name, self.uuid = self.device.facts.name, self.device.facts.uuid
+            facts = self.device.facts
+            self.name, self.uuid, self.node = facts.name, facts.uuid, node_of(facts.pci)
             self.shared = self.device.share(self._size)
             self.scratch = self.device.pin(SCRATCH_BYTES)
             self._streams = Streams(self.device.stream(urgent=True), self.device.stream())

@@ -7,20 +7,19 @@ import errno
 import fcntl
 import mmap
 import os
-import platform
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.numa import bind
 from kvtier.types import PAGE_ALIGN
 
 HUGE_BYTES: Final = 2 << 20
 """Bytes of one huge page; larger slabs start and end on multiples of it."""
 CHUNK_BYTES: Final = 8 << 20
 """Memory is faulted and punched in steps of this many bytes, so that neither holds anybody up for long."""
-NODES: Final = Path("/sys/devices/system/node")
 MEMINFO: Final = Path("/proc/meminfo")
 
 _KEEP_SIZE: Final = 1
@@ -28,32 +27,10 @@ _PUNCH_HOLE: Final = 2
 _MADV_POPULATE_WRITE: Final = 23
 _MFD_NOEXEC_SEAL: Final = 8
 _MAP_NORESERVE: Final = 0x4000
-_MPOL_BIND: Final = 2
-_MBIND: Final = {"x86_64": 237, "aarch64": 235}
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.syscall.restype = ctypes.c_long
-
-
-class Node(NamedTuple):
-    """A NUMA node that has CPUs, and its memory."""
-
-    number: int
-    bytes: int
-
-
-def cpu_nodes(nodes: Path = NODES) -> list[Node]:
-    """Nodes with CPUs and memory in ascending order; nodes of GPU memory have no CPUs and are left out."""
-    found = []
-    for folder in nodes.glob("node[0-9]*"):
-        if not (folder / "cpulist").read_text().strip():
-            continue
-        total = next((line.split() for line in (folder / "meminfo").read_text().splitlines() if "MemTotal" in line), [])
-        if total and int(total[-2]):
-            found.append(Node(int(folder.name[4:]), int(total[-2]) << 10))
-    return sorted(found)
 
 
 def free_huge_bytes(meminfo: Path = MEMINFO) -> int:
@@ -103,7 +80,7 @@ class Arena:
             os.close(self.fd)
             raise
         self.data: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)
-        self.bound = node is not None and self._bind(node)
+        self.bound = node is not None and bind(self.address, size, node)
         if not huge and size >= HUGE_BYTES:
             self._advise_huge(mapping)
 
@@ -136,17 +113,6 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
             self.data = np.empty(0, np.uint8)
-
-    def _bind(self, node: int) -> bool:
-        """Whether the kernel took the node for all pages to come."""
-        call = _MBIND.get(platform.machine())
-        if call is None:
-            return False
-        mask = (ctypes.c_ulong * (node // 64 + 1))()
-        mask[node // 64] = 1 << node % 64
-        bits = ctypes.c_ulong(len(mask) * 64 + 1)
-        where, size = ctypes.c_void_p(self.data.ctypes.data), ctypes.c_ulong(self.bytes)
-        return not _libc.syscall(ctypes.c_long(call), where, size, _MPOL_BIND, mask, bits, 0)
 
     @staticmethod
     def _advise_huge(mapping: mmap.mmap) -> None:

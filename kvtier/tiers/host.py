@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from kvtier.identity import Shape
-from kvtier.tiers.arena import HUGE_BYTES, NODES, Arena, grain
+from kvtier.numa import NODES
+from kvtier.tiers.arena import HUGE_BYTES, Arena, grain
 from kvtier.tiers.pool import Budget, HostPool, SlotPool
 from kvtier.tiers.slab import Slab, SlotState
 from kvtier.tiers.space import HostSpace, Plot
@@ -127,7 +128,7 @@ class HostTier(SlabTier[HostPool]):
     """All host memory.
 
     `hugepages` is auto or never; `prefault` keeps the whole budget backed by
-    memory that is charged to this process. `nodes` is sysfs's folder of NUMA nodes.
+    memory that is charged to this process. `nodes` is sysfs's folder of NUMA nodes, `near` the one of the GPU.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class HostTier(SlabTier[HostPool]):
         hugepages: str = "auto",
         prefault: bool = True,
         nodes: Path = NODES,
+        near: int | None = None,
     ) -> None:
-        self._space = HostSpace(budget_bytes, hugepages=hugepages, prefault=prefault, nodes=nodes)
+        self._space = HostSpace(budget_bytes, hugepages=hugepages, prefault=prefault, nodes=nodes, near=near)
         super().__init__(budget_bytes, slab_bytes, self._space)
 
     def arenas(self, scope: str) -> list[Arena]:

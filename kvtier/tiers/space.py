@@ -9,10 +9,13 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvtier.tiers.arena import CHUNK_BYTES, HUGE_BYTES, NODES, Arena, Node, cpu_nodes, free_huge_bytes, grain
+from kvtier.numa import NODES, Node, places
+from kvtier.tiers.arena import CHUNK_BYTES, HUGE_BYTES, Arena, free_huge_bytes, grain
 from kvtier.tiers.extents import Extents
 from kvtier.types import PAGE_ALIGN, align_up
 
+NEAR: Final = 0.75
+"""Of the GPU's node: the rest is the host's."""
 _log: Final = logging.getLogger(__name__)
 
 
@@ -52,16 +55,25 @@ class HostSpace:
     With `prefault` the thread warms the whole budget, slabs handed out first, then what is next in the scope that
     grew last; a range given back stays warm for its scope until another needs the memory. Without it, memory of
     a range given back is punched out at once. Calls from one thread; the lock is against the thread's own steps.
+    `near`: the node of the GPU, whose memory is used first, as much of it as `NEAR`.
     """
 
-    def __init__(self, budget: int, *, hugepages: str = "auto", prefault: bool = True, nodes: Path = NODES) -> None:
+    def __init__(
+        self,
+        budget: int,
+        *,
+        hugepages: str = "auto",
+        prefault: bool = True,
+        nodes: Path = NODES,
+        near: int | None = None,
+    ) -> None:
         self.budget = budget
         self.used = 0
         size = align_up(budget, grain(budget))
         self.huge = hugepages == "auto" and 0 < align_up(budget, HUGE_BYTES) <= free_huge_bytes()
         self.size = align_up(size, HUGE_BYTES) if self.huge else size
-        found = cpu_nodes(nodes)
-        self._nodes: list[Node | None] = [*found] if len(found) > 1 else [None]
+        self._nodes: list[Node | None] = [*places(nodes)] or [None]
+        self._near = near
         self._prefault = prefault
         self._scopes: dict[str, list[Ground]] = {}  # the one that grew last is last
         self._retired: list[Ground] = []  # of scopes that are no more: the thread closes them
@@ -86,7 +98,7 @@ class HostSpace:
         return [ground.arena for ground in self._scopes[scope]]
 
     def take(self, scope: str, want: int, least: int) -> Plot | None:
-        """A range of `want` bytes in the scope's least used node, or of what is left but at least `least`; or None."""
+        """A range of `want` bytes in the node to be used first, or of what is left but at least `least`; or None."""
         self.arenas(scope)
         with self._change:
             want = min(want, self.budget - self.used)
@@ -186,7 +198,7 @@ class HostSpace:
         """Where the next range of the scope goes: warm before cold, smaller where the space is in pieces."""
         if not self._scopes.get(scope):
             return None
-        grounds = sorted(self._scopes[scope], key=lambda ground: self._load(ground.arena.number) / ground.weight)
+        grounds = sorted(self._scopes[scope], key=lambda ground: self._order(ground, self._load(ground), want))
         for unit in (HUGE_BYTES,) if self.huge else dict.fromkeys((grain(want), PAGE_ALIGN)):
             size = min(want, max(ground.free.largest(unit) for ground in grounds)) // unit * unit
             if size < max(least, unit):
@@ -195,9 +207,23 @@ class HostSpace:
             return next(Plot(ground, lo, lo + size) for ground, lo in fits if lo is not None)
         return None
 
-    def _load(self, number: int) -> int:
-        """Bytes in slabs on one NUMA node, over all scopes."""
-        return sum(grounds[number].used for grounds in self._scopes.values())
+    def _order(self, ground: Ground, load: int, more: int) -> tuple[bool, float]:
+        """Which of a scope's nodes is used first: the GPU's, as long as there is room, then the one with least load."""
+        node = self._nodes[ground.arena.number]
+        near = node is not None and node.number == self._near and load + more <= NEAR * node.bytes
+        return not near, load / ground.weight
+
+    def _load(self, ground: Ground) -> int:
+        """Bytes in slabs on its NUMA node, over all scopes."""
+        return sum(grounds[ground.arena.number].used for grounds in self._scopes.values())
+
+    def _coldest(self) -> Ground | None:
+        """What is warmed next: of the scope that grew last, where its next ranges will be taken from."""
+        for grounds in reversed(self._scopes.values()):
+            cold = [ground for ground in grounds if ground.cold.bytes]
+            if cold:
+                return min(cold, key=lambda g: self._order(g, g.used + g.warm.bytes, CHUNK_BYTES))
+        return None
 
     def _punching(self, scope: str) -> bool:
         """Whether some space of the scope is being emptied right now."""
@@ -237,7 +263,7 @@ class HostSpace:
         if self._owed:
             ground, lo, hi = self._owed[0]
             return _Work.FAULT, Plot(ground, lo, min(hi, lo + CHUNK_BYTES))
-        cold = next((ground for ground in reversed(grounds) if ground.cold.bytes), None)
+        cold = self._coldest()
         room = -excess // HUGE_BYTES * HUGE_BYTES if self.huge else -excess // PAGE_ALIGN * PAGE_ALIGN
         if self._prefault and cold is not None and room > 0:
             return _Work.FAULT, Plot(cold, *cold.cold.head(min(CHUNK_BYTES, room)))
