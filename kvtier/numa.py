@@ -1,4 +1,4 @@
-"""NUMA nodes as /sys shows them, and where memory is taken: never a GPU's own, which is a node without CPUs on Grace."""
+"""NUMA nodes as /sys shows them, and where memory is taken: never a GPU's own, a node without CPUs on Grace."""
 
 from __future__ import annotations
 

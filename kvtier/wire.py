@@ -511,8 +511,8 @@ class RegisterKv(Message):
     memory: tuple[Exported, ...]
     planes: tuple[Plane, ...]
     """By layer; of one layer K before V."""
-    token: bytes
-    """What the first stretch begins with, 1..64 bytes, unchanged until the reply: it is read back."""
+    tokens: tuple[bytes, ...]
+    """What each stretch begins with, 1..64 bytes, unchanged until the reply: they are read back."""
     scope: str = ""
 
 

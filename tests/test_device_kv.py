@@ -80,7 +80,7 @@ class Engine:
     def register(self, **change: object) -> Region:
         what = change.get("what", self.shared.exported)
         token = change.get("token", self.kv.bytes[:16].tobytes())
-        return self.client.register_kv("kv", [(what, self.shared.fd)], change.get("planes", self.planes), token)
+        return self.client.register_kv("kv", [(what, self.shared.fd)], change.get("planes", self.planes), [token])
 
     def blocks(self) -> np.ndarray:
         return self.kv.logical()[:, self.ids].copy()
@@ -156,7 +156,7 @@ def test_two_ranks_fill_one_page_by_the_daemon(daemon: Daemon):
     for number, rank in enumerate(ranks):
         mine = held if number == 0 else rank.cache.adopt(held.share())
         region = rank.client.register_kv(
-            f"rank {number}", [(rank.shared.exported, rank.shared.fd)], rank.planes, rank.kv.bytes[:16].tobytes()
+            f"rank {number}", [(rank.shared.exported, rank.shared.fd)], rank.planes, [rank.kv.bytes[:16].tobytes()]
         )
         assert region.store(mine, rank.ids) == b"\1" * len(rank.ids)
         mine.commit()
@@ -207,6 +207,27 @@ def test_memory_that_is_not_what_was_said_is_refused_by_name(engine: Engine, cha
     else:
         assert expect in str(engine.client.last_error)
     assert engine.client.ping()
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 1, 2])
+def test_every_stretch_is_read_back(daemon: Daemon, wrong: int | None):
+    """KV in three allocations: one that shows other bytes here than to the engine refuses all of it, and says which."""
+    with Client(daemon.socket, instance="engine", verify="always", timeout_s=10.0) as client:
+        shared = [HostDevice().share(4096) for _ in range(3)]
+        for number, one in enumerate(shared):
+            one.memory.data[:] = number + 1
+        tokens = [bytes([number + 1 + (number == wrong)]) * 16 for number in range(3)]
+        planes = [Plane(number, number, 0, 4, 1, 4, 16, 64, 64, 16) for number in range(3)]
+        region = client.register_kv("kv", [(one.exported, one.fd) for one in shared], planes, tokens)
+        if wrong is None:
+            assert region.unregister()
+        else:
+            assert f"stretch {wrong} of the engine's GPU memory" in str(client.last_error)
+        with pytest.raises(KvtierError, match="one for each stretch"):
+            client.register_kv("few", [(one.exported, one.fd) for one in shared], planes, tokens[:1])
+        for one in shared:
+            os.close(one.fd)
+    until_sync(lambda: maps(daemon) == 0)
 
 
 def changed(one: Plane, **fields: int) -> Plane:
@@ -265,7 +286,7 @@ def test_memory_of_engines_is_never_touched_outside_what_they_shared():
     os.close(fd)
     what = Exported(bytes(16), b"", 4096, 0, 4096)
     good = Plane(0, 0, 0, 4, 2, 4, 16, 1024, 256, 16)
-    _check(RegisterKv("e", "kv", (what,), (good,), b"t"), 1)
+    _check(RegisterKv("e", "kv", (what,), (good,), (b"t",)), 1)
     for field, value in {
         "blocks": 5,
         "offset": 3500,
@@ -275,4 +296,4 @@ def test_memory_of_engines_is_never_touched_outside_what_they_shared():
         "heads": 0,
     }.items():
         with pytest.raises(KvtierError, match="planes"):
-            _check(RegisterKv("e", "kv", (what,), (changed(good, **{field: value}),), b"t"), 1)
+            _check(RegisterKv("e", "kv", (what,), (changed(good, **{field: value}),), (b"t",)), 1)

@@ -56,7 +56,7 @@ class Owner:
 
     async def register(self) -> int:
         """Register the KV, again or for the first time."""
-        message = wire.RegisterKv("engine", "kv", (self.shared.exported,), PLANES, self.kv[:16].tobytes())
+        message = wire.RegisterKv("engine", "kv", (self.shared.exported,), PLANES, (self.kv[:16].tobytes(),))
         return (await self.store.register_kv(message, [self.shared.fd], Peer())).region
 
     async def put(self, keys: bytes, blocks: list[int]) -> wire.Committed:
@@ -231,7 +231,7 @@ async def test_memory_of_two_registrations_is_never_taken_for_the_same():
     async with over(lambda: Noting(6), 8) as store:
         shared = LazyDevice(0).share(32768)
         for name in ("a", "b"):
-            message = wire.RegisterKv(name, "kv", (shared.exported,) * 2, PLANES, bytes(16))
+            message = wire.RegisterKv(name, "kv", (shared.exported,) * 2, PLANES, (bytes(16),) * 2)
             await Engine(store, name).open(PAGE)
             await store.register_kv(message, [shared.fd, shared.fd], Peer())
         os.close(shared.fd)

@@ -104,7 +104,7 @@ def test_the_daemon_moves_an_engines_blocks(daemon: Daemon, device: Any, where: 
         for n, layer in enumerate(engine.kv.layers)
         for one in layer
     ]
-    region = engine.client.register_kv("kv", [(what, fd)], planes, engine.mirror.data[:16].tobytes())
+    region = engine.client.register_kv("kv", [(what, fd)], planes, [engine.mirror.data[:16].tobytes()])
     with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=where == "device") as held:
         assert region.store(held, engine.ids) == b"\1" * len(engine.ids)
         assert held.commit() == PAGES

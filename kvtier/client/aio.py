@@ -16,7 +16,7 @@ from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, ping
 from kvtier.client.device import FENCE_S, MappedDevice, Reached
 from kvtier.client.held import HeldLease, HeldReservation, adopted
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering, registering_kv
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Stretches, Target, registering, registering_kv
 from kvtier.client.slots import Checks, Slots, Verify
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path
@@ -72,10 +72,10 @@ class AsyncClient:
         return region
 
     async def register_kv(
-        self, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
+        self, name: str, memory: Stretches, planes: Sequence[wire.Plane], tokens: Sequence[bytes]
     ) -> AsyncRegion:
         """See sync.Client.register_kv."""
-        region = AsyncRegion(self, name, *registering_kv(self.identity, name, memory, planes, token))
+        region = AsyncRegion(self, name, *registering_kv(self.identity, name, memory, planes, tokens))
         await self.attempt(region.entering(), None)
         return region
 

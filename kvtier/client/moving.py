@@ -16,6 +16,8 @@ from kvtier.client.link import FAULTS, Away, Call, Hand, Identity, Join, Joined,
 from kvtier.types import KvtierError, bad
 
 Rows = Sequence[int] | npt.NDArray[Any]
+Stretches = Sequence[tuple[wire.Exported, int]]
+"""Memory as exported, with the descriptor of what has no handle."""
 Source = HeldLease | tuple[OpenCache, bytes]
 Target = HeldReservation | tuple[OpenCache, bytes]
 
@@ -111,11 +113,11 @@ def registering(who: Identity, name: str, offset: int, stride: int, rows: int) -
 
 
 def registering_kv(
-    who: Identity, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
+    who: Identity, name: str, memory: Stretches, planes: Sequence[wire.Plane], tokens: Sequence[bytes]
 ) -> tuple[wire.RegisterKv, list[int]]:
     """The request that shares paged KV in device memory, and the descriptors that go along."""
     told, fds = tuple(what for what, _ in memory), [fd for what, fd in memory if not what.handle]
-    return wire.RegisterKv(who.instance, name, told, tuple(planes), token, who.scope), fds
+    return wire.RegisterKv(who.instance, name, told, tuple(planes), tuple(tokens), who.scope), fds
 
 
 class Moving:

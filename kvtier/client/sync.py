@@ -16,7 +16,7 @@ from kvtier.client.device import FENCE_S, MappedDevice, Reached
 from kvtier.client.held import HeldLease, HeldReservation, adopted
 from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target, registering, registering_kv
+from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Stretches, Target, registering, registering_kv
 from kvtier.client.putting import SLOW_BYTES_S, putting
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
@@ -85,14 +85,14 @@ class Client:
         return region
 
     def register_kv(
-        self, name: str, memory: Sequence[tuple[wire.Exported, int]], planes: Sequence[wire.Plane], token: bytes
+        self, name: str, memory: Stretches, planes: Sequence[wire.Plane], tokens: Sequence[bytes]
     ) -> Region:
         """The engine's own paged KV in device memory, for loads and stores that name its blocks as rows.
 
-        `memory`: stretches as exported, with the descriptor of each that has no handle. `token`: what the first begins
-        with at each attach, which the daemon reads back. A page is `page_tokens / tokens` rows in a row.
+        `tokens`: what each stretch of `memory` begins with at each attach, which the daemon reads back: best what
+        nobody else has. A page is `page_tokens / tokens` rows in a row.
         """
-        region = Region(self, name, *registering_kv(self.identity, name, memory, planes, token))
+        region = Region(self, name, *registering_kv(self.identity, name, memory, planes, tokens))
         self.attempt(region.entering(), None)
         return region
 

@@ -221,7 +221,7 @@ class Carrier:
 
         await self.do(begin, end, urgency)
 
-    async def probe(self, address: int, token: bytes) -> None:
+    async def probe(self, address: int, token: bytes, what: str) -> None:
         """Read back what another process says is in its memory. Raises io, with advice, where it is something else."""
         state = xxhash.xxh3_64()
         async with self._summing:
@@ -232,7 +232,7 @@ class Carrier:
                 Urgency.ENGINE,
             )
         if state.intdigest() != xxhash.xxh3_64_intdigest(token):
-            raise KvtierError(Code.IO, f"the engine's GPU memory is mapped here but shows other bytes; {ADVICE}")
+            raise KvtierError(Code.IO, f"{what} is mapped here but shows other bytes; {ADVICE}")
 
     async def write(self, where: Span, data: bytes) -> None:
         """Put a few bytes into device memory. Raises busy, io, Stuck."""

@@ -112,7 +112,7 @@ class KvRegions:
         return vram.carrier
 
     async def register(self, instance: Instance, msg: RegisterKv, fds: Sequence[int], owner: int) -> Registered:
-        """Map an engine's KV and read its token back. Raises bad_request, over_cap, io with advice."""
+        """Map an engine's KV and read its tokens back. Raises bad_request, over_cap, io with advice."""
         if not 1 <= len(msg.name) <= MAX_NAME:
             raise bad("name", f"1..{MAX_NAME} characters", msg.name)
         _check(msg, len(fds))
@@ -126,7 +126,8 @@ class KvRegions:
         memory = await carrier.call(lambda device: _attach(device, msg, fds))
         region = KvRegion(msg.name, owner, memory, _layers(msg.planes, memory))
         try:
-            await carrier.probe(memory[0].address, msg.token)
+            for number, (stretch, token) in enumerate(zip(memory, msg.tokens, strict=True)):
+                await carrier.probe(stretch.address, token, f"stretch {number} of the engine's GPU memory")
         except BaseException:
             await self._close(region)
             raise
@@ -334,8 +335,10 @@ def _check(msg: RegisterKv, fds: int) -> None:
         what.check()
     if not msg.memory or fds != sum(not what.handle for what in msg.memory):
         raise bad("fds", "one descriptor for each stretch without a handle", fds)
-    if not 1 <= len(msg.token) <= min(64, msg.memory[0].size):
-        raise bad("token", "1..64 bytes", len(msg.token))
+    if len(msg.tokens) != len(msg.memory):
+        raise bad("tokens", "one for each stretch", len(msg.tokens))
+    if not all(1 <= len(token) <= min(64, what.size) for token, what in zip(msg.tokens, msg.memory, strict=True)):
+        raise bad("tokens", "1..64 bytes each")
     if not 1 <= len(msg.planes) <= MOST_PLANES:
         raise bad("planes", f"1..{MOST_PLANES}", len(msg.planes))
     for number, plane in enumerate(msg.planes):
