@@ -1,4 +1,4 @@
-"""Engines' own paged KV in device memory: the real daemon gathers and scatters, the CPU in a GPU's place."""
+"""Engines' own paged KV in device memory: the real daemon gathers and scatters, the CPU in a GPU's place and on one."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from kvtier.device.layout import Paged
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import KvtierError
 from kvtier.wire import Exported, Plane
-from storekit import until_sync
+from storekit import KINDS, gpu, maker, until_sync
 from test_processes import ctl
 
 PAGES, TOKENS = 6, 16
 SHAPE = Shape("LBNHC", 4, 20, 4, 8, (16, 16), 2)
 SLOT = 16384
+WHICH = {"cpu": "cpu", "gpu": "cuda:0"}
 
 
-@pytest.fixture(scope="module")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A kvtierd with a small device tier on the CPU."""
-    flags = ["--device-which=cpu", f"--device-bytes={16 * SLOT}"]
+@pytest.fixture(scope="module", params=KINDS)
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    """A kvtierd with a small device tier on the CPU, and the same on a GPU."""
+    Engine.kind = request.param
+    flags = [f"--device-which={maker(request.param) and WHICH[request.param]}", f"--device-bytes={16 * SLOT}"]
     with Daemon(tmp_path_factory.mktemp("daemon"), host="64MiB", disk="64MiB", flags=flags) as running:
         yield running
         assert running.stop() == 0, running.log.read_text()[-2000:]
@@ -53,29 +55,45 @@ def plane(base: int, layer: int, paged: Paged) -> Plane:
 
 
 class Engine:
-    """An engine process with KV of its own in shared device memory."""
+    """An engine process with KV of its own in shared device memory; `kv` has its bytes, on a GPU a mirror of them."""
 
     salt = b""
+    kind = "cpu"
 
     def __init__(
         self, daemon: Daemon, name: str, shape: Shape = SHAPE, part: Slice | None = None, codec: str = "none"
     ) -> None:
         self.client = Client(daemon.socket, instance=name, verify="always", timeout_s=10.0)
+        self.device = maker(self.kind)()
         self.kv = EngineKv(shape, self.take)
         self.plan = self.kv.plan(TOKENS, codec)
         group = GroupSpec(self.plan.group.kind, SHAPE.layers, SHAPE.heads, self.plan.group.cell_bytes)
         spec = CacheSpec("m", b"f" * 16, "bfloat16", TOKENS, (group,), codec=codec, salt=self.salt)
         more = {"rank": int(part.h0 > 0), "world": 2, "slices": [part]} if part else {}
         self.cache = self.client.open(spec, **more)
-        self.kv.bytes[:] = quant.narrow(
-            np.random.default_rng(len(name)).standard_normal(len(self.kv.bytes) // 2).astype(np.float32), "bf16"
-        ).view(np.uint8)
+        numbers = np.random.default_rng(len(name)).standard_normal(len(self.kv.bytes) // 2).astype(np.float32)
+        self.fill(quant.narrow(numbers, "bf16").view(np.uint8))
         self.planes = [plane(self.kv.address, n, one) for n, layer in enumerate(self.kv.layers) for one in layer]
         self.ids = np.random.default_rng(2).permutation(shape.blocks)[: PAGES * self.plan.per]
 
     def take(self, size: int) -> tuple[int, np.ndarray]:
-        self.shared = HostDevice().share(size)
-        return self.shared.memory.address, self.shared.memory.data
+        self.shared = self.device.share(size)
+        if self.kind == "cpu":
+            return self.shared.memory.address, self.shared.memory.data
+        self.mirror = self.device.pin(size)
+        return self.shared.memory.address, self.mirror.data
+
+    def fill(self, data: np.ndarray | int) -> None:
+        """The engine computes."""
+        self.kv.bytes[:] = data
+        self.move(self.shared.memory.address, self.kv.bytes.ctypes.data)
+
+    def move(self, target: int, source: int) -> None:
+        """Between a GPU's memory and its mirror."""
+        if self.kind == "gpu":
+            stream = self.device.stream()
+            self.device.copy(target, source, len(self.kv.bytes), stream)
+            stream.synchronize()
 
     def register(self, **change: object) -> Region:
         what = change.get("what", self.shared.exported)
@@ -83,11 +101,13 @@ class Engine:
         return self.client.register_kv("kv", [(what, self.shared.fd)], change.get("planes", self.planes), [token])
 
     def blocks(self) -> np.ndarray:
+        self.move(self.kv.bytes.ctypes.data, self.shared.memory.address)
         return self.kv.logical()[:, self.ids].copy()
 
     def close(self) -> None:
         self.client.close()
-        os.close(self.shared.fd)
+        if self.shared.fd >= 0:
+            os.close(self.shared.fd)
 
 
 @pytest.fixture
@@ -109,11 +129,12 @@ def test_the_daemon_gathers_and_scatters_an_engines_blocks(engine: Engine, where
     with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=where == "device") as held:
         assert region.store(held, engine.ids) == b"\1" * len(engine.ids)
         assert held.commit() == PAGES
-    engine.kv.bytes[:] = 0
+    engine.fill(0)
     with engine.cache.match(keys()).acquire(wait_ms=5000) as lease:
         assert (int(lease._offsets(0, 0)[0][0]) >> 44 == 1024) == (where == "device")
         assert region.load(lease, engine.ids) == b"\1" * len(engine.ids)
-        assert np.array_equal(lease.view(0, 1), shadow(before, engine, 1))
+        if where == "host" or engine.kind == "cpu":
+            assert np.array_equal(lease.view(0, 1), shadow(before, engine, 1))
     assert np.array_equal(engine.blocks(), before)
     assert region.unregister()
 
@@ -137,8 +158,8 @@ def test_client_and_daemon_launches_make_the_same_pages(daemon: Daemon, engine: 
     with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=True) as held:
         region.store(held, engine.ids)
         held.commit()
-    engine.kv.bytes[:] = 0
-    shuttle = Shuttle(HostDevice(), engine.plan, direct=True)
+    engine.fill(0)
+    shuttle = Shuttle(engine.device, engine.plan, direct=True)
     lease = engine.cache.match(keys()).acquire(wait_ms=5000)
     slots = np.array([lease.address(0, page) for page in range(PAGES)], np.uint64)
     moved = shuttle.load(engine.ids, slots)
@@ -146,13 +167,17 @@ def test_client_and_daemon_launches_make_the_same_pages(daemon: Daemon, engine: 
     assert np.array_equal(engine.blocks(), before)
 
 
-def test_two_ranks_fill_one_page_by_the_daemon(daemon: Daemon):
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_two_ranks_fill_one_page_by_the_daemon(daemon: Daemon, where: str):
     """TP=2: the daemon gathers each rank's heads into shared slots; who has all heads reads what both stored."""
+    if where == "host" and Engine.kind == "gpu" and not gpu().facts.reaches:
+        pytest.skip("kernels do not reach the daemon's host memory here")
     parts = [Slice(0, 4, 0, 2), Slice(0, 4, 2, 4)]
     ranks = [Engine(daemon, "pair", SHAPE._replace(heads=2), part) for part in parts]
     for seed, rank in enumerate(ranks):
-        rank.kv.bytes[:] = np.random.default_rng(seed).integers(0, 256, len(rank.kv.bytes), np.uint8)
-    held = ranks[0].cache.match(keys()).reserve(0, PAGES, wait_ms=5000)
+        rank.fill(np.random.default_rng(seed).integers(0, 256, len(rank.kv.bytes), np.uint8))
+        assert where == "host" or rank.client.map_device(), rank.client.device.reason
+    held = ranks[0].cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=where == "device")
     for number, rank in enumerate(ranks):
         mine = held if number == 0 else rank.cache.adopt(held.share())
         region = rank.client.register_kv(
@@ -176,7 +201,7 @@ def test_quantized_pages_come_back_within_their_bounds(daemon: Daemon):
     with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000) as held:
         assert region.store(held, engine.ids) == b"\1" * len(engine.ids)
         assert held.commit() == PAGES
-    engine.kv.bytes[:] = 0
+    engine.fill(0)
     with engine.cache.match(keys()).acquire(wait_ms=5000) as lease:
         assert region.load(lease, engine.ids) == b"\1" * len(engine.ids)
     moved = quant.widen(engine.blocks().view(np.uint16), "bf16") - quant.widen(before.view(np.uint16), "bf16")
@@ -187,6 +212,8 @@ def test_quantized_pages_come_back_within_their_bounds(daemon: Daemon):
 @pytest.mark.parametrize("change", ["token", "outside", "unsealed", "strides", "planes"])
 def test_memory_that_is_not_what_was_said_is_refused_by_name(engine: Engine, change: str):
     """Another token, planes beyond the memory, memory that can shrink: named, and the daemon touches nothing of it."""
+    if change == "unsealed" and engine.kind == "gpu":
+        pytest.skip("only a memfd can shrink")
     what = {
         "token": {"token": b"something else!!"},
         "outside": {"planes": [*engine.planes[:-1], changed(engine.planes[-1], offset=len(engine.kv.bytes) - 8)]},
@@ -213,6 +240,8 @@ def test_memory_that_is_not_what_was_said_is_refused_by_name(engine: Engine, cha
 def test_every_stretch_is_read_back(daemon: Daemon, wrong: int | None):
     """KV in three allocations: one that shows other bytes here than to the engine refuses all of it, and says which."""
     with Client(daemon.socket, instance="engine", verify="always", timeout_s=10.0) as client:
+        if Engine.kind == "gpu":
+            pytest.skip("memory of three memfds")
         shared = [HostDevice().share(4096) for _ in range(3)]
         for number, one in enumerate(shared):
             one.memory.data[:] = number + 1
@@ -254,16 +283,15 @@ def test_an_engine_that_is_killed_leaves_nothing_mapped(daemon: Daemon):
     """Kill -9 of a process that registered its KV and holds slots on the device: all of it goes."""
     code = (
         "import sys; sys.path.insert(0, sys.argv[2]); import test_device_kv as t, types, pathlib, signal\n"
-        "d = types.SimpleNamespace(socket=pathlib.Path(sys.argv[1]))\n"
+        "t.Engine.kind = sys.argv[3]; d = types.SimpleNamespace(socket=pathlib.Path(sys.argv[1]))\n"
         "e = t.Engine(d, 'victim'); assert e.client.map_device(); e.register()\n"
         "held = e.cache.match(t.keys()).reserve(0, 3, wait_ms=5000, device=True)\n"
         "assert held.pages == 3; print('ready', flush=True); signal.pause()\n"
     )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(daemon.socket), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", code, str(daemon.socket), str(Path(__file__).parent), Engine.kind]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready\n"
-    assert maps(daemon) == 1
+    assert maps(daemon) == 1 or Engine.kind == "gpu"
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
@@ -274,7 +302,7 @@ def test_an_engine_that_is_killed_leaves_nothing_mapped(daemon: Daemon):
 def maps(daemon: Daemon) -> int:
     """Engines' KV that the daemon has mapped: the tier's own memory is of the same kind."""
     lines = Path(f"/proc/{daemon.pid}/maps").read_text().splitlines()
-    return sum("kvtier-device" in line for line in lines) - 1
+    return sum("kvtier-device" in line for line in lines) - 1 if Engine.kind == "cpu" else 0
 
 
 def test_memory_of_engines_is_never_touched_outside_what_they_shared():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from engines import Engine, Peer, spec, tokens
+from gpukit import Kv, hanging
 from kvtier import wire
 from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
@@ -22,7 +23,7 @@ from kvtier.tiers.pool import Span
 from kvtier.tiers.slab import SlotState
 from kvtier.types import Code, Kind, KvtierError
 from lazydevice import LazyDevice
-from storekit import until, until_sync
+from storekit import KINDS, maker, until, until_sync
 from test_device_tier import hasten, joined, over, told, written
 
 CELL = 1024
@@ -40,24 +41,23 @@ PLANES = tuple(
 class Owner:
     """An engine with KV of its own in device memory."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, device: Any = None) -> None:
         self.store = store
+        self.kv = Kv(device, 32768)
 
     async def open(self) -> Engine:
         """Attach, open the cache, register the KV."""
         self.engine = Engine(self.store)
         await self.engine.open(PAGE)
         self.engine.mapped = False
-        self.shared = LazyDevice(0).share(32768)
-        self.kv = self.shared.memory.data
-        self.kv[:] = np.random.default_rng(0).integers(0, 256, len(self.kv), np.uint8)
+        self.kv.fill(np.random.default_rng(0).integers(0, 256, 32768, np.uint8))
         self.region = await self.register()
         return self.engine
 
     async def register(self) -> int:
         """Register the KV, again or for the first time."""
-        message = wire.RegisterKv("engine", "kv", (self.shared.exported,), PLANES, (self.kv[:16].tobytes(),))
-        return (await self.store.register_kv(message, [self.shared.fd], Peer())).region
+        message = wire.RegisterKv("engine", "kv", (self.kv.exported,), PLANES, (self.kv.look()[:16].tobytes(),))
+        return (await self.store.register_kv(message, self.kv.fds, Peer())).region
 
     async def put(self, keys: bytes, blocks: list[int]) -> wire.Committed:
         """Compute pages in blocks and have them stored."""
@@ -86,22 +86,28 @@ async def test_pages_of_an_engines_blocks_come_back_in_any_legal_order():
         async with over(lambda device=device: device, 8) as store:
             owner = Owner(store)
             engine = await owner.open()
-            before = owner.kv.copy()
+            before = owner.kv.look()
             lease = await owner.leased(KEYS)
             assert (await owner.load(lease)).done == b"\1" * PAGES
             for layer in range(2):
                 base = 16384 * layer
-                blocks = owner.kv[base : base + 8 * 8 * ROW].reshape(8, 8 * ROW)
+                blocks = owner.kv.look()[base : base + 8 * 8 * ROW].reshape(8, 8 * ROW)
                 assert np.array_equal(blocks[4:], before[base : base + 4 * 8 * ROW].reshape(4, 8 * ROW))
             await engine.call(wire.Release(lease))
             engine.leave()
 
 
-async def test_a_load_that_is_stuck_is_never_answered():
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The CPU, and the same on a GPU."""
+    return request.param
+
+
+async def test_a_load_that_is_stuck_is_never_answered(kind: str):
     """No word comes, not even after a cancel, since the device may still write there; the pages stay held."""
-    device = LazyDevice(1)
+    device = hanging(kind, 1)
     async with over(lambda: device, 8) as store:
-        owner = Owner(store)
+        owner = Owner(store, device)
         engine = await owner.open()
         lease = await owner.leased(KEYS)
         await engine.still()
@@ -124,6 +130,7 @@ async def test_a_load_that_is_stuck_is_never_answered():
         assert not loading.done()
         assert (await engine.match(KEYS)).pages == PAGES
     assert isinstance(await settled(loading), KvtierError | asyncio.CancelledError)
+    device.stuck = False
 
 
 async def settled(task: Any) -> BaseException | None:
@@ -132,17 +139,17 @@ async def settled(task: Any) -> BaseException | None:
     return asyncio.CancelledError() if task.cancelled() else task.exception()
 
 
-async def test_slots_of_a_store_that_is_stuck_are_nobodys():
+async def test_slots_of_a_store_that_is_stuck_are_nobodys(kind: str):
     """The device may still write what it was to gather: the slots are quarantined, the pages are never served."""
-    device = LazyDevice(2)
+    device = hanging(kind, 2)
     async with over(lambda: device, 8) as store:
-        owner = Owner(store)
+        owner = Owner(store, device)
         engine = await owner.open()
         await owner.put(tokens(90), [7])  # makes the shuttle, which moves nothing itself
         reserved = await engine.reserve(KEYS)
         device.stuck = True
         hasten(store)
-        with pytest.raises(KvtierError, match="did not move"):
+        with pytest.raises(KvtierError, match=r"did not move|did not return"):  # unpinned copies are waited for
             await engine.call(wire.Store(owner.region, 0, rows([0, 1, 2, 3]), reservation=reserved.reservation))
         await engine.call(wire.Abort(reserved.reservation))
         (pool,) = store.parts.host.pools
@@ -154,14 +161,15 @@ async def test_slots_of_a_store_that_is_stuck_are_nobodys():
         assert pool.counts()[0][SlotState.QUARANTINED] == PAGES
         assert store.parts.check() == []
         engine.leave()
+    device.stuck = False
 
 
-async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_there():
+async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_there(kind: str):
     """Its process is gone in the middle of a load: the mapping goes when the device is done, not before."""
-    device = LazyDevice(3)
+    device = hanging(kind, 3)
     freed: list[int] = []
     async with over(lambda: device, 8) as store:
-        owner = Owner(store)
+        owner = Owner(store, device)
         engine = await owner.open()
         lease = await owner.leased(KEYS)
         (region,) = engine.process.instance.kv.values()
@@ -183,11 +191,13 @@ async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_the
 
 
 @pytest.mark.parametrize("how", ["unregistered", "registered again"])
-async def test_memory_stays_mapped_while_a_load_verifies_its_pages(how: str, monkeypatch: pytest.MonkeyPatch):
+async def test_memory_stays_mapped_while_a_load_verifies_its_pages(
+    how: str, kind: str, monkeypatch: pytest.MonkeyPatch
+):
     """Between its checks and its transfer a load has its region: busy to unregister; replaced, nothing moves there."""
-    device = LazyDevice(4)
+    device = hanging(kind, 4)
     async with over(lambda: device, 8) as store:
-        owner = Owner(store)
+        owner = Owner(store, device)
         engine = await owner.open()
         lease = await owner.leased(KEYS)
         (region,) = engine.process.instance.kv.values()
@@ -405,6 +415,56 @@ async def test_whoever_waits_for_a_driver_that_hangs_is_let_go_once(where: str):
     carrier.close()
 
 
+# -- what is waited for goes first -------------------------------------------------------------------------------------
+
+
+async def test_loads_that_are_waited_for_overtake_what_moves_in_the_background(kind: str):
+    """Twenty background moves wait for the device when loads come: they are begun next, and on the urgent stream."""
+    order: list[tuple[int, bool]] = []
+    gate, inside = threading.Event(), threading.Event()
+
+    def noting() -> Any:
+        device = maker(kind)()
+        copies, stream, urgent = device.copies, device.stream, []
+
+        def streams(**more: Any) -> Any:
+            made = stream(**more)
+            urgent.extend([made] * more.get("urgent", False))
+            return made
+
+        def noted(targets: Any, sources: Any, sizes: Any, where: Any, *more: Any) -> None:
+            order.append((int(sizes[0]), any(where is one for one in urgent)))
+            inside.set()
+            gate.wait(20)
+            copies(targets, sources, sizes, where, *more)
+
+        device.copies, device.stream = noted, streams
+        return device
+
+    carrier = Carrier(noting, 1 << 16)
+    try:
+        here = np.zeros(4096, np.uint8)
+
+        def move(size: int, urgency: Urgency) -> Any:
+            pair = [Span(here.ctypes.data, size)], [Span(carrier.base + size, size)]
+            return asyncio.ensure_future(carrier.copy([pair], urgency))
+
+        moving = [move(1, Urgency.BACKGROUND)]
+        await until(inside.is_set)
+        moving += [move(size, Urgency.BACKGROUND) for size in range(2, 22)]
+        await asyncio.sleep(0)
+        moving += [move(100, Urgency.LOAD), move(101, Urgency.ENGINE), move(102, Urgency.LOAD)]
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.wait_for(asyncio.gather(*moving), 20)
+    finally:
+        gate.set()
+        carrier.close()
+    assert order == [
+        (1, False), *((size, True) for size in (100, 101, 102)), *((size, False) for size in range(2, 22))
+    ]  # fmt: skip
+
+
 async def test_an_end_that_fails_leaves_nobody_waiting():
     """The device's error while a result is fetched is the word for who waits for it, too."""
 
@@ -417,11 +477,11 @@ async def test_an_end_that_fails_leaves_nobody_waiting():
     carrier.close()
 
 
-async def test_a_region_that_is_not_done_is_not_waited_for_for_ever():
+async def test_a_region_that_is_not_done_is_not_waited_for_for_ever(kind: str):
     """Its shuttle's work hangs: letting go of it ends in bounded time, and its memory stays mapped."""
-    device = LazyDevice(7)
+    device = hanging(kind, 7)
     async with over(lambda: device, 8) as store:
-        owner = Owner(store)
+        owner = Owner(store, device)
         engine = await owner.open()
         await owner.put(KEYS, [0, 1, 2, 3])
         (region,) = engine.process.instance.kv.values()

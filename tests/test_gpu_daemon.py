@@ -1,11 +1,10 @@
-"""The daemon's GPU memory and an engine's, between two real processes. Run with -m gpu where there is a GPU.
+"""The daemon's GPU memory, mapped by another real process. Run with -m gpu where there is a GPU.
 
-The twin of test_device_engines and test_device_kv: the same ways, with handles in place of descriptors.
+The twin of test_device_engines: the same ways, with handles in place of descriptors.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ import pytest
 from enginekv import EngineKv, Shape
 from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
-from kvtier.device.ipc import LibCuda
 from kvtier.device.shuttle import Shuttle
 from kvtier.identity import CacheSpec
-from kvtier.wire import Plane
 from storekit import gpu
 
 pytestmark = pytest.mark.gpu
@@ -90,28 +87,3 @@ def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daem
     with Client(daemon.socket, instance="cpu", verify="always", timeout_s=20.0) as other:
         read = other.open(engine.cache.spec).match(keys()).acquire(wait_ms=5000)
         assert all(read.view(0, page) is not None for page in range(PAGES))
-
-
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_the_daemon_moves_an_engines_blocks(daemon: Daemon, device: Any, where: str):
-    """Register KV by handle; the daemon gathers into slots in either tier and scatters back."""
-    engine = Engine(daemon, device)
-    assert where == "host" or engine.client.map_device(), engine.client.device.reason
-    before = engine.blocks()
-    what, fd = LibCuda().export(device.facts.uuid, engine.memory.address, engine.memory.bytes)
-    planes = [
-        Plane(0, n, one.base - engine.memory.address, *one[1:])
-        for n, layer in enumerate(engine.kv.layers)
-        for one in layer
-    ]
-    region = engine.client.register_kv("kv", [(what, fd)], planes, [engine.mirror.data[:16].tobytes()])
-    with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=where == "device") as held:
-        assert region.store(held, engine.ids) == b"\1" * len(engine.ids)
-        assert held.commit() == PAGES
-    engine.fill(np.zeros(len(engine.kv.bytes), np.uint8))
-    with engine.cache.match(keys()).acquire(wait_ms=5000) as lease:
-        assert region.load(lease, engine.ids) == b"\1" * len(engine.ids)
-    assert np.array_equal(engine.blocks(), before)
-    assert region.unregister()
-    if fd >= 0:
-        os.close(fd)
