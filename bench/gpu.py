@@ -13,115 +13,56 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import gpu_daemon
 import msgspec
 import numpy as np
 import xxhash
+from gpu_room import TOKENS, USUAL, Form, Room, gbps, room, ways
 from measure import Row, Target, interleave, make_row, markdown
 
 from kvtier import quant
 from kvtier.device.find import open_device
-from kvtier.device.layout import Plan, kv, plan
 from kvtier.device.ops import moves, summed
 from kvtier.device.shuttle import MOST_PAGES, Shuttle
-from kvtier.identity import GroupSpec
-from kvtier.types import Kind
 
 TOTAL = 256 << 20
 """Bytes that one round moves."""
-TOKENS, ITEM = 16, 2
 SMALL_DIMS = {4: 32, 8: 64, 16: 128, 28: 224}
 """Widths of K and V that make blocks of so many KiB with two heads."""
-LAYERS = [1, 4, 8, 16, 64, 256, 1024]
-"""Layers of 64 KiB a block that make pages of 64 KiB to 64 MiB."""
+SIZES = [(1, Form(2, 32)), (1, Form(2, 128)), *((layers, USUAL) for layers in (1, 4, 8, 16, 64, 256, 1024))]
+"""Layers and their form that make pages of 4 KiB to 64 MiB."""
 STEPS = (
     "check: gather, scatter, quantization and sums on the GPU against numpy, byte for byte",
-    "kernels: gather and scatter within GPU memory, GB/s against a device memcpy of the same bytes",
+    "kernels: gather and scatter within GPU memory, pages of 4 KB to 64 MB, GB/s against a device memcpy of as much",
     "quantization: fused gather and quantize, and back, for each codec, GB/s of KV against a device memcpy",
     "sums: xxh3-64 of slots in GPU memory, GB/s",
-    "link: pages of 64 KB to 64 MB out of and into an engine's blocks, staged and straight, against one pinned copy",
-    "small blocks: 4 to 28 KB a block in 32 layers, against a loop of one copy a block and layer",
+    "link: pages of 4 KB to 64 MB out of and into an engine's blocks, each way, against one pinned copy",
+    "small blocks: 4 to 28 KB a block in 32 layers, each way, against a loop of one copy a block and layer",
     "overlap: pages in and out at once, against the sum of both alone",
     "first layer: from the asking until the first of 32 layers may be read, against all of them",
-    "decode: slowdown of a memory-bound kernel on another stream while pages come in, per way",
+    "hit: from a match at a real daemon until the first layer may be read, pages in host and on the device tier",
+    "decode: slowdown of a memory-bound kernel while pages come in: each way, on its own stream, by the daemon",
 )
 LINK = Target("ratio", ">=", 0.9)
 SMALL = Target("ratio", ">=", 5)
 
 
-class Form(NamedTuple):
-    """The KV of one layer."""
-
-    heads: int
-    dim: int
-
-    @property
-    def bytes(self) -> int:
-        """Of one block of 16 tokens, K and V."""
-        return self.heads * TOKENS * 2 * self.dim * ITEM
-
-
-USUAL = Form(8, 128)
-"""64 KiB a block and layer."""
-
-
-class Room(NamedTuple):
-    """An engine's blocks in GPU memory and slots in pinned memory."""
-
-    gpu: Any
-    plan: Plan
-    ids: Any
-    slots: Any
-    kv: Any
-    pinned: Any
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all pages."""
-        return len(self.slots) * self.plan.group.item_bytes
-
-    def free(self) -> None:
-        """Give the memory back."""
-        self.kv.free()
-        self.pinned.free()
-
-
-def room(gpu: Any, layers: int, pages: int, name: str = "none", form: Form = USUAL) -> Room:
-    """Pages of one block of `layers` layers each, NHD, scattered over twice as many blocks."""
-    blocks = 2 * pages
-    memory = gpu.take(layers * blocks * form.bytes)
-    shape, row = (blocks, form.heads, TOKENS, 2 * form.dim), 2 * form.dim * ITEM
-    strides = (form.bytes, row, form.heads * row, ITEM)
-    dims = (form.dim, form.dim)
-    planes = [kv(memory.address + n * blocks * form.bytes, shape, strides, dims, ITEM) for n in range(layers)]
-    size = form.bytes // form.heads if name == "none" else quant.cell(quant.codec(name), TOKENS, dims).bytes
-    group = GroupSpec(Kind.FULL, layers, form.heads, size)
-    made = plan(planes, TOKENS, group, codec=name, element="bf16")
-    pinned = gpu.pin(group.item_bytes * pages)
-    slots = np.uint64(pinned.address) + np.arange(pages, dtype=np.uint64) * np.uint64(group.item_bytes)
-    return Room(gpu, made, np.random.default_rng(0).permutation(blocks)[:pages], slots, memory, pinned)
-
-
-def gbps(size: int, stream: Any, act: Callable[[], None]) -> float:
-    """GB/s of work that is queued on a stream and waited for."""
-    stream.synchronize()
-    start = time.perf_counter()
-    act()
-    stream.synchronize()
-    return size / (time.perf_counter() - start) / 1e9
-
-
-def within(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
-    """Kernels that stay on the GPU."""
+def within(gpu: Any, rounds: int, layers: int, pages: int, total: int, sizes: list[tuple[int, Form]]) -> list[Row]:
+    """Kernels that stay on the GPU: each codec, and plain pages of each size."""
     rows, stream = [], gpu.stream()
-    for name in ("none", *quant.CODECS):
-        at = room(gpu, layers, pages, name)
+    kinds = [(name, layers, pages, USUAL, "") for name in ("none", *quant.CODECS)]
+    for depth, form in sizes:
+        count = min(MOST_PAGES, max(1, total // (depth * form.bytes)))
+        kinds.append(("none", depth, count, form, f" pages of {depth * form.bytes >> 10} KiB"))
+    for name, depth, count, form, case in kinds:
+        at = room(gpu, depth, count, name, form)
         there, other = gpu.take(at.bytes), gpu.take(at.bytes)
         slots = at.slots - np.uint64(at.pinned.address) + np.uint64(there.address)
-        size = pages * layers * USUAL.bytes
+        size = count * depth * form.bytes
         for to_slots, verb in ((True, "gather"), (False, "scatter")):
-            ops = moves(at.plan, slots, at.ids, (0, layers), to_slots=to_slots)
+            ops = moves(at.plan, slots, at.ids, (0, at.plan.layers), to_slots=to_slots)
 
             def ours(ops: Any = ops, size: int = size) -> float:
                 return gbps(size, stream, lambda: [gpu.launch(op, stream) for op in ops] and None)
@@ -131,9 +72,9 @@ def within(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
 
             ours()
             got = interleave({"kvtier": ours, "memcpy": memcpy}, rounds)
-            target = Target("ratio", ">=", 0.9) if name == "none" else None
-            rows.append(make_row("gpu", f"{verb} {name}", "GB/s", got, limit="memcpy", target=target))
-        if name == "none":
+            target = Target("ratio", ">=", 0.9) if name == "none" and at.plan.group.item_bytes >= 512 << 10 else None
+            rows.append(make_row("gpu", f"{verb} {name}{case}", "GB/s", got, limit="memcpy", target=target))
+        if name == "none" and not case:
             rows.append(sums(gpu, stream, slots, at, rounds))
         for memory in (there, other, at):
             memory.free()
@@ -149,26 +90,23 @@ def sums(gpu: Any, stream: Any, slots: Any, at: Room, rounds: int) -> Row:
     return make_row("gpu", "sums", "GB/s", got)
 
 
-def link(gpu: Any, rounds: int, total: int, counts: list[int]) -> list[Row]:
-    """What crosses the link: pages of 64 KiB and more, and small blocks of many layers."""
+def link(gpu: Any, rounds: int, total: int, sizes: list[tuple[int, Form]], depth: int) -> list[Row]:
+    """What crosses the link: pages of each size, and small blocks of many layers."""
     rows = []
-    for layers in counts:
-        pages = min(MOST_PAGES, max(1, total // (layers * USUAL.bytes)))
-        rows += crossing(room(gpu, layers, pages), f"pages of {layers * USUAL.bytes >> 10} KiB", rounds)
-    for kib, dim in SMALL_DIMS.items():
-        form, layers = Form(2, dim), 32 if len(counts) > 1 else 2
+    for layers, form in sizes:
         pages = min(MOST_PAGES, max(1, total // (layers * form.bytes)))
-        rows += crossing(room(gpu, layers, pages, form=form), f"blocks of {kib} KiB", rounds, small=True)
+        rows += crossing(room(gpu, layers, pages, form=form), f"pages of {layers * form.bytes >> 10} KiB", rounds)
+    for kib, dim in SMALL_DIMS.items():
+        form = Form(2, dim)
+        pages = min(MOST_PAGES, max(1, total // (depth * form.bytes)))
+        rows += crossing(room(gpu, depth, pages, form=form), f"blocks of {kib} KiB", rounds, small=True)
     return rows
 
 
 def crossing(at: Room, case: str, rounds: int, *, small: bool = False) -> list[Row]:
     """One size: out and in, each way, against one copy of the same bytes, or against a loop of copies."""
     gpu, rows = at.gpu, []
-    ways = {
-        "staged": Shuttle(gpu, at.plan, stage_bytes=32 << 20),
-        "straight": Shuttle(gpu, at.plan, direct=True),
-    }
+    shuttles = {way.value: Shuttle(gpu, at.plan, stage_bytes=32 << 20, way=way) for way in ways(gpu)}
     stream, flat = gpu.stream(), gpu.take(at.bytes)
     for verb in ("store", "load"):
         ends = (at.pinned.address, flat.address)[:: 1 if verb == "store" else -1]
@@ -176,14 +114,14 @@ def crossing(at: Room, case: str, rounds: int, *, small: bool = False) -> list[R
         def one(ends: tuple[int, int] = ends) -> float:
             return gbps(at.bytes, stream, lambda: gpu.copy(*ends, at.bytes, stream))
 
-        subjects = {name: crosses(at, shuttle, verb) for name, shuttle in ways.items()}
+        subjects = {name: crosses(at, shuttle, verb) for name, shuttle in shuttles.items()}
         got = interleave({**subjects, "one copy": one, "loop": loop(at, stream, verb)}, rounds)
-        best = max(ways, key=lambda name: max(got[name]))
+        best = max(shuttles, key=lambda name: max(got[name]))
         large = LINK if at.plan.group.item_bytes >= 512 << 10 else None
         row = make_row("gpu", f"{verb} {case} {best}", "GB/s", {"kvtier": got[best], **got},
                        limit="loop" if small else "one copy", target=SMALL if small else large)  # fmt: skip
         rows.append(row)
-    for shuttle in ways.values():
+    for shuttle in shuttles.values():
         shuttle.close()
     flat.free()
     at.free()
@@ -255,37 +193,10 @@ def overlap(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
 
     got = interleave({"kvtier": first(0), "all layers": first(-1)}, rounds)
     rows.append(make_row("gpu", "until the first layers are there", "ms", got, limit="all layers"))
-    rows += decode(gpu, other, back, rounds)
     shuttle.close()
     other.close()
     out.free()
     back.free()
-    return rows
-
-
-def decode(gpu: Any, shuttle: Shuttle, at: Room, rounds: int) -> list[Row]:
-    """What loads do to a memory-bound kernel beside them: here a gather within GPU memory, again and again."""
-    there, stream = gpu.take(at.bytes), gpu.stream(urgent=True)
-    slots = at.slots - np.uint64(at.pinned.address) + np.uint64(there.address)
-    ops = moves(at.plan, slots, at.ids, (0, at.plan.layers), to_slots=True)
-    straight = Shuttle(gpu, at.plan, direct=True)
-
-    def busy(beside: Shuttle | None) -> Callable[[], float]:
-        def run() -> float:
-            loading = beside.load(at.ids, at.slots) if beside else None
-            took = at.bytes / gbps(at.bytes, stream, lambda: [gpu.launch(op, stream) for op in ops * 20] and None) / 1e6
-            if loading is not None:
-                loading.wait()
-            return took
-
-        return run
-
-    rows = []
-    for name, beside in (("staged", shuttle), ("straight", straight)):
-        got = interleave({"kvtier": busy(beside), "alone": busy(None)}, rounds)
-        rows.append(make_row("gpu", f"20 gathers beside a {name} load", "ms", got, limit="alone"))
-    straight.close()
-    there.free()
     return rows
 
 
@@ -350,9 +261,11 @@ def main() -> None:
     check(gpu)
     rounds, total, pages = (1, 1 << 20, 4) if args.tiny else (args.rounds, TOTAL, 128)
     layers = 2 if args.tiny else 32
-    rows = within(gpu, rounds, layers, pages)
-    rows += link(gpu, rounds, total, LAYERS[:1] if args.tiny else LAYERS)
+    sizes = SIZES[:3] if args.tiny else SIZES
+    rows = within(gpu, rounds, layers, pages, total, sizes)
+    rows += link(gpu, rounds, total, sizes, layers)
     rows += overlap(gpu, rounds, layers, pages)
+    rows += gpu_daemon.rows(gpu, rounds, layers, pages)
     print(markdown(rows))
     if args.json:
         args.json.write_bytes(msgspec.json.encode(rows))

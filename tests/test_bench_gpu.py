@@ -29,7 +29,9 @@ def test_without_a_gpu_it_says_what_it_would_do():
     """The reason, and every step of what a machine with a GPU would run; exit code 0."""
     out = run()
     assert out.startswith("no GPU: ")
-    assert out.count("\n") == 10
+    assert out.count("\n") == 11
+    for what in ("4 KB to 64 MB", "pinned copy", "device memcpy", "at once", "first layer", "hit", "decode"):
+        assert what in out, what
 
 
 def test_tiny_runs_every_step_on_whatever_is_there(tmp_path: Path):
@@ -41,11 +43,17 @@ def test_tiny_runs_every_step_on_whatever_is_there(tmp_path: Path):
     assert len(cases) == len(set(cases))
     for word in (
         "gather int4-kivi",
+        "scatter none pages of 4 KiB",
         "sums",
-        "pages of 64 KiB",
-        "blocks of 28 KiB",
+        "load pages of 64 KiB",
+        "store blocks of 28 KiB",
         "at once",
-        "first layers",
-        "beside",
+        "first layers are there",
+        "hit to the first layers, pages in host",
+        "hit to the first layers, pages on the device",
+        "beside a load staged",
+        "beside a load few",
+        "beside a load on the engine's own stream",
+        "beside a load by the daemon",
     ):
         assert any(word in case for case in cases), word
