@@ -16,9 +16,8 @@ import pytest
 from kvtier import wire
 from kvtier.client import Client, putting
 from kvtier.client.arenas import runs
-from kvtier.client.copying import PAST_BYTES, Pieces
+from kvtier.client.copying import PAST_BYTES
 from kvtier.client.held import HeldReservation
-from kvtier.client.layout import checksum
 from kvtier.client.slots import SAMPLE, Checks
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec, Slice
@@ -312,14 +311,6 @@ def test_reads_are_sampled_alike_one_by_one_and_together(verify, every):
     assert alone == joint == (list(range(0, 100, every)) if every else [])
 
 
-@pytest.mark.parametrize("size", [0, 1, PAST_BYTES - 1, PAST_BYTES, PAST_BYTES + 1, 2 * PAST_BYTES, 3 * PAST_BYTES + 7])
-def test_a_copy_summed_in_pieces_has_the_sum_of_the_whole(size):
-    """The pieces leave no trace in bytes or sum."""
-    source, target = content(1, size=size)[0], np.zeros(size, np.uint8)
-    assert Pieces().copy(target, source) == checksum([source])
-    assert np.array_equal(source, target)
-
-
 def test_large_pages_are_verified_too(client):
     """A page of more than one piece comes back whole, or not at all."""
     size = 2 * PAST_BYTES + 4096
@@ -378,6 +369,7 @@ def test_a_lease_of_a_restarted_daemon_is_never_read_in_the_old_ones_memory(daem
 @pytest.mark.parametrize("batch", [1, 3 * SMALL.item_bytes, 1 << 30])
 def test_a_prompt_that_is_put_at_once_is_there_bit_for_bit(client, monkeypatch, batch):
     """Whatever the batches; pages that were cached before stay as they are; a later part goes below the first."""
+    monkeypatch.setattr(putting, "FIRST_BYTES", batch)
     monkeypatch.setattr(putting, "BATCH_BYTES", batch)
     cache = client.open(spec_of(SMALL, LARGE))
     small, large = content(40), content(40, 1, LARGE.item_bytes)

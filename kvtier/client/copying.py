@@ -38,7 +38,7 @@ def copy_rows(pairs: Sequence[Pair], *, summed: bool) -> list[int]:
     if sum(target.nbytes for target, _ in pairs) < WIDE_BYTES:
         return [each for pair in pairs for each in work(*pair)]
     shares = deque(enumerate(_shares(pairs)))
-    sums = [[0]] * len(shares)
+    sums = [list[int]()] * len(shares)
 
     def some() -> None:
         """Take one share after another, until there are none."""
@@ -47,7 +47,11 @@ def copy_rows(pairs: Sequence[Pair], *, summed: bool) -> list[int]:
                 at, pair = shares.popleft()
             except IndexError:
                 return
-            sums[at] = work(*pair)
+            try:
+                sums[at] = work(*pair)
+            except BaseException:
+                shares.clear()  # the other thread need not go on
+                raise
 
     _helper.beside(some)
     return [each for share in sums for each in share]
