@@ -13,6 +13,8 @@ import pytest
 from engines import FULL, STATE, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
+from kvtier.policy.quota import Rule
+from kvtier.store.upkeep import flushed
 from kvtier.types import Code, Kind, KvtierError, Tier
 from storekit import MIB, Failing, drop_host, quiet, storing, until
 
@@ -343,6 +345,65 @@ async def test_caches_that_hold_nothing_are_not_kept_on_disk(tmp_path: Path) -> 
         assert store.parts.disk.caches() == {}
     async with storing(tmp_path) as store:
         assert store.parts.disk.caches() == {}
+
+
+async def test_records_of_caches_that_are_forgotten_leave_disk_without_a_restart(tmp_path: Path) -> None:
+    """However many salts come and go, as many are on record as hold something; an epoch is never begun again."""
+    async with storing(tmp_path) as store:
+        stay = Engine(store, "stay", pid=9)
+        await stay.open(spec())
+        await stay.put(tokens(1, 2))
+        for n in range(60):
+            engine = Engine(store, pid=2)
+            await engine.open(spec(salt=bytes([n])))
+            await engine.put(tokens(n, n))
+            if n == 7:
+                await engine.call(wire.Reset(engine.opened.cache))
+            await quiet(store)
+            await store.admin[wire.Purge](wire.Purge(salt=bytes([n])))
+            engine.leave()
+        await quiet(store)
+        disk = store.parts.disk
+        assert len(disk.caches()) == len(store.parts.caches) == 1
+        assert set(disk._ledger.of_cache) == set(disk.caches())
+        await flushed(disk)
+        assert len(disk._catalogue.caches()[0]) == 1
+        engine = Engine(store, pid=2)
+        assert (await engine.open(spec(salt=bytes([7])))).epoch == 1
+        assert (await engine.match(tokens(7, 7))).pages == 0
+        await engine.put(tokens(9, 8))
+        assert await stay.get(tokens(1, 2)) == 2
+        await quiet(store)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        assert (await engine.open(spec(salt=bytes([7])))).epoch == 1
+        assert (await engine.match(tokens(7, 7))).pages == 0
+        assert await engine.get(tokens(9, 8)) == 2
+        assert len(store.parts.disk.caches()) == 2
+
+
+async def test_a_cache_that_is_being_written_is_forgotten_when_that_has_ended(tmp_path: Path) -> None:
+    """Its engine leaves and its pages are cut in the middle of the write: no record, run or cell is left of it."""
+    disk = Failing()
+    async with storing(tmp_path, calls=disk) as store:
+        engine, other = Engine(store, pid=1), Engine(store, "other", pid=2)
+        await engine.open(spec(salt=b"1"))
+        await other.open(spec(salt=b"2"))
+        disk.gate.clear()
+        await engine.put(tokens(1, 2, 3))
+        await until(lambda: store.parts.disk.stats["queued_bytes"])
+        await store.admin[wire.Purge](wire.Purge(salt=b"1"))
+        engine.leave()
+        assert len(store.parts.caches) == 2
+        disk.gate.set()
+        await until(lambda: not store.parts.persist.pending)
+        other.leave()
+        await until(lambda: not store.parts.disk.used_bytes)
+        await flushed(store.parts.disk)
+        assert store.parts.caches == {}
+        assert store.parts.disk._ledger.of_cache == {}
+        assert store.parts.disk._catalogue.caches()[0] == {}
+        assert idle(store) == []
 
 
 BIG_STATE = GroupSpec(Kind.STATE, 1, 1, 300_000)

@@ -20,7 +20,8 @@ from kvtier.tiers.cells import BLOCK
 from kvtier.tiers.commits import Commits, Op, code_of, name_of
 from kvtier.tiers.extentfile import IO_BYTES, Extents, Io
 from kvtier.tiers.lanes import Lanes
-from kvtier.tiers.ledger import Ledger, Move
+from kvtier.tiers.ledger import Ledger
+from kvtier.tiers.move import Move
 from kvtier.tiers.records import Change, Damaged, Run, View
 from kvtier.tiers.runrecord import decode_run, encode_run
 from kvtier.tiers.transfers import Reads
