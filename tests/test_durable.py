@@ -406,6 +406,26 @@ async def test_a_cache_that_is_being_written_is_forgotten_when_that_has_ended(tm
         assert idle(store) == []
 
 
+async def test_a_purge_takes_the_epoch_that_was_just_reset_with_it(tmp_path: Path) -> None:
+    """Its runs are freed a few at a time: their bytes are gone from the file before the purge is said to be done."""
+    keyed = spec(key_bytes=16, salt=b"t")
+    keys = [n.to_bytes(2, "little") * 8 for n in range(450)]
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        number = (await engine.open(keyed)).cache
+        reserved = await engine.call(wire.ReserveKeys(number, 0, b"".join(keys)))
+        engine.write(b"".join(keys), reserved)
+        await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
+        await quiet(store)
+        await engine.call(wire.Reset(number))
+        purged = await store.admin[wire.DiskPurge](wire.DiskPurge(salt=b"t"))
+        assert purged.data["healthy"]
+        left = next(tmp_path.glob("extents")).read_bytes()
+        assert not any(content(key, 0, 4000).tobytes()[:512] in left for key in keys)
+        assert store.parts.disk.used_bytes == 0
+        engine.leave()
+
+
 BIG_STATE = GroupSpec(Kind.STATE, 1, 1, 300_000)
 
 
