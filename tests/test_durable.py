@@ -230,6 +230,62 @@ async def test_flush_is_refused_by_name_where_the_disk_cannot_hold_everything(tm
         assert caught.value.code == Code.NO_SPACE
 
 
+async def test_a_flush_writes_once_what_disk_has_no_room_for(tmp_path: Path) -> None:
+    """Asked again, nothing is pushed out and in; the pages are counted and named; once there is room they go."""
+    large = GroupSpec(Kind.FULL, 1, 1, 32_000)
+    async with storing(tmp_path, host=16 * MIB, disk=4 * MIB) as store:
+        engine, other = Engine(store), Engine(store, "other", pid=2)
+        await engine.open(spec((large,)))
+        await other.open(spec((large,), salt=b"other"))
+        await other.put(tokens(*range(1, 41)))
+        await quiet(store)
+        for n in range(25):
+            await engine.put(tokens(*range(100 * n + 1, 100 * n + 11)))
+
+        async def flush() -> tuple[str, int]:
+            before = store.parts.disk.stats["bytes_written"]
+            try:
+                await engine.call(wire.Flush())
+            except KvtierError as exc:
+                assert exc.code == Code.NO_SPACE
+                return exc.message, store.parts.disk.stats["bytes_written"] - before
+            return "", store.parts.disk.stats["bytes_written"] - before
+
+        await flush()
+        said = [await flush() for _ in range(4)]
+        assert sum(written for _, written in said) < MIB, "pushed out again and again"
+        cache = store.parts.caches[engine.opened.cache]
+        lack = cache.index.held[Tier.HOST][0] - cache.index.held[Tier.DISK][0]
+        assert said[-1][0] == f"{lack} pages have no room on disk, of caches {cache.id.hex()[:12]}"
+        for n in range(20):
+            cut = cache.index.cut(cache.radix.deepest(tokens(*range(100 * n + 1, 100 * n + 11)))[0])
+            cache.release(cut.freed, store.parts.disk)
+        await store.admin[wire.Purge](wire.Purge(salt=b"other"))
+        assert (await flush())[0] == ""
+        assert cache.index.held[Tier.DISK][0] == 50
+
+
+async def test_a_flush_beyond_a_quota_says_so_and_writes_once(tmp_path: Path) -> None:
+    """The tenant's pages do not push each other out flush after flush; the code is the quota's."""
+    async with storing(tmp_path, host=16 * MIB) as store:
+        store.limit([Rule("tenant", b"a".hex(), {Tier.DISK: 40 * 32768})])
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 32_000),), salt=b"a"))
+        for n in range(20):
+            await engine.put(tokens(*range(100 * n + 1, 100 * n + 11)))
+        for _ in range(5):
+            with pytest.raises(KvtierError) as caught:
+                await engine.call(wire.Flush())
+            assert caught.value.code == Code.OVER_CAP
+            written = store.parts.disk.stats["bytes_written"]
+        with pytest.raises(KvtierError, match="beyond a quota"):
+            await engine.call(wire.Flush())
+        assert store.parts.disk.stats["bytes_written"] - written < MIB // 2
+        store.limit([])
+        await engine.call(wire.Flush())
+        assert store.parts.caches[engine.opened.cache].index.held[Tier.DISK][0] == 200
+
+
 async def test_flush_of_a_cache_that_is_reset_meanwhile_succeeds(tmp_path: Path) -> None:
     """What is dropped on purpose need not become durable."""
     disk = Failing()

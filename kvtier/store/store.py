@@ -19,6 +19,7 @@ from kvtier.store.checkup import Checkup
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
 from kvtier.store.exports import Exports
+from kvtier.store.flush import flush, make_durable
 from kvtier.store.hints import Hints
 from kvtier.store.imports import Imports
 from kvtier.store.instance import Instance, Process
@@ -27,7 +28,6 @@ from kvtier.store.operate import Operate
 from kvtier.store.ordering import Ordering
 from kvtier.store.parts import Parts
 from kvtier.store.peers import Peers
-from kvtier.store.persist import flush_error
 from kvtier.store.pins import Pins
 from kvtier.store.regions import Regions
 from kvtier.store.report import Report
@@ -298,7 +298,7 @@ class Store:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await self.parts.vram.settle(list(self.parts.caches.values()))
-            await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
+            await flush(self.parts.persist, list(self.parts.caches.values()), deadline)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.parts.warmth.save()
@@ -373,20 +373,11 @@ class Store:
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
         """Wait until what was committed is durable; raises no_space or io where it is not."""
         numbers = [self.parts.opened(process, msg.cache).number] if msg.cache else process.ranks
-        return await self._flush([self.parts.caches[number] for number in numbers], msg.wait_ms)
+        return await make_durable(self.parts, [self.parts.caches[number] for number in numbers], msg.wait_ms)
 
     async def flush_all(self, msg: wire.Flush) -> wire.Ok:
         """The same for every cache."""
-        return await self._flush(list(self.parts.caches.values()), msg.wait_ms)
-
-    async def _flush(self, caches: list[Cache], wait_ms: int) -> wire.Ok:
-        deadline = self.parts.deadline(wait_ms)
-        if self.parts.vram is not None and (late := await self.parts.vram.flush(caches, deadline)):
-            raise KvtierError(Code.NO_SPACE, late)
-        reason = await self.parts.persist.flush([c for c in caches if not c.retired], deadline)
-        if reason:
-            raise flush_error(reason)
-        return wire.Ok()
+        return await make_durable(self.parts, list(self.parts.caches.values()), msg.wait_ms)
 
 
 def _resolve(done: asyncio.Future[None], error: str) -> None:
