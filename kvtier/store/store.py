@@ -36,7 +36,7 @@ from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.upkeep import Upkeep
 from kvtier.store.visits import Visits
-from kvtier.store.vram import DeviceMemory
+from kvtier.store.vram import DeviceMemory, Vram
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -207,6 +207,13 @@ class Store:
         full = f"uid:{peer.uid}" + (f":{scope}" if scope else "")
         return self.parts.instances.get((full, name)) or Instance(name, full, self.cap_bytes, self.device_cap)
 
+    def _attached(self, msg: wire.Register | wire.RegisterKv, peer: Any) -> Instance:
+        """The instance that a process belongs to, whose end frees what it registers; raises unknown."""
+        instance = self._instance(msg.instance, msg.scope, peer)
+        if not instance.has(peer.pid):
+            raise KvtierError(Code.UNKNOWN, f"not attached to instance {msg.instance}: send hello first", "instance")
+        return instance
+
     def leave(self, process: Process, clean: bool) -> None:
         """Its connection closed: with Bye it is gone at once, else when its pidfd says so."""
         process.left = True
@@ -231,7 +238,7 @@ class Store:
             self._return(instance, min(other.born for other in instance.processes))
         self.commits.process_gone(process)
         if all(other.peer.pid != process.peer.pid for other in instance.processes):
-            self.regions.kv.owner_gone(instance, process.peer.pid)
+            self.regions.owner_gone(instance, process.peer.pid)
 
     def unheard(self, process: Process, numbers: list[int]) -> None:
         """What was given in replies that never came: nobody knows of it, so it returns."""
@@ -251,17 +258,13 @@ class Store:
         self.regions.drop(instance, before)
 
     def register(self, msg: wire.Register, fd: int, peer: Any) -> wire.Registered:
-        """A process of an attached instance shares memory of its own."""
-        instance = self._instance(msg.instance, msg.scope, peer)
-        if not instance.processes:
-            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        """An attached process shares memory of its own."""
+        instance = self._attached(msg, peer)
         return self.regions.register(instance, msg, fd, peer.pid)
 
     async def register_kv(self, msg: wire.RegisterKv, fds: Sequence[int], peer: Any) -> wire.Registered:
-        """A process of an attached instance shares its own paged KV in device memory."""
-        instance = self._instance(msg.instance, msg.scope, peer)
-        if not instance.processes:
-            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        """An attached process shares its own paged KV in device memory."""
+        instance = self._attached(msg, peer)
         return await self.regions.kv.register(instance, msg, fds, peer.pid)
 
     async def map_device(self, msg: wire.MapDevice, peer: Any) -> tuple[wire.DeviceMapped, int]:
@@ -269,15 +272,17 @@ class Store:
         instance = self._instance(msg.instance, msg.scope, peer)
         if not instance.processes:
             raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
-        if self.parts.vram is None:
-            raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
-        return await self.parts.vram.map(instance.scope)
+        return await self._device().map(instance.scope)
 
     def use_device(self, process: Process, msg: wire.UseDevice) -> wire.Ok:
         """A process shows that it maps the device's memory."""
+        return self._device().use(process, msg)
+
+    def _device(self) -> Vram:
+        """The device tier; raises unknown."""
         if self.parts.vram is None:
             raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
-        return self.parts.vram.use(process, msg)
+        return self.parts.vram
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
