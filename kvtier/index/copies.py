@@ -259,7 +259,7 @@ class Copies:
         if node is self.root:
             return
         node.time = max(node.time, now)
-        node.over = False
+        node.over, node.squeezed = False, 0.0
         if self.heat is not None:
             self.heat.use(node, now)
         for order in self.orders.values():

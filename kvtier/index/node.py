@@ -25,7 +25,7 @@ class Node:
 
     __slots__ = (
         "at", "below", "chain", "children", "count", "dead", "depth", "edge", "heat", "keep", "live", "notes", "over",
-        "pages", "parent", "queued", "refs", "sums", "time",
+        "pages", "parent", "queued", "refs", "squeezed", "sums", "time",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, depth: int, pages: int, groups: int, time: float) -> None:
@@ -46,6 +46,8 @@ class Node:
         """Byte per tier: the lane of that tier's order that has an entry of this node, plus one; 0 for none."""
         self.keep = 0.0
         """Until when it goes after all that nobody asked to keep."""
+        self.squeezed = 0.0
+        """Until when a flush leaves it alone: disk gave it up for want of room. A use takes that back."""
         self.over = False
         """Somebody said that nothing will come after it: it goes first."""
         self.heat: Any = None

@@ -59,10 +59,6 @@ class Restore:
         self.parts.warmth.forget()
         self.parts.loading = False
         self.parts.persist.pump()
-        for cache in owners.values():
-            if cache.disk is not None and not cache.index.nodes:
-                disk.drop_cache(cache.disk)
-                cache.disk = None
         self.parts.prune()
 
     def _caches(self, disk: DiskTier) -> dict[int, Cache]:

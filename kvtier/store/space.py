@@ -112,6 +112,7 @@ class Space:
     async def take_first(self, cache: Cache, groups: Sequence[int], deadline: float) -> list[array[int]]:
         """Slots for one item of each of these groups; where the quota has no room for all, for the first of them."""
         allowed = self.allowance.first(cache, groups, now=False)
+        self.counts["refused_quota"] += allowed < len(groups)
         got = await self.take(cache, _needs(cache, groups[:allowed]), deadline)
         if not any(got) and (less := self.allowance.first(cache, groups, now=True)) < allowed:
             got = await self.take(cache, _needs(cache, groups[:less]), deadline)
