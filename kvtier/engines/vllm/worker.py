@@ -14,8 +14,9 @@ import numpy as np
 
 from kvtier.client import Cache, Client, Lease, Reservation
 from kvtier.client.layout import Bytes
+from kvtier.engines.vllm import reload, served
 from kvtier.engines.vllm.formats import changed, ranks_of, slices_of, spec_of
-from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save
+from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save, Weights
 from kvtier.engines.vllm.planes import NULL_BLOCK, Plane
 from kvtier.types import KvtierError, stretches
 
@@ -29,6 +30,8 @@ class Worker:
     """One tensor-parallel rank: loads what the scheduler has leased, saves into what it has reserved."""
 
     def __init__(self, client: Client, vllm_config: Any, kv_cache_config: Any) -> None:
+        if getattr(vllm_config, "lora_config", None) is not None:
+            served.watch()
         self._client = client
         self._configs = (vllm_config, kv_cache_config)
         self._pool = ThreadPoolExecutor(2, "kvtier")
@@ -44,6 +47,11 @@ class Worker:
         self._bad_blocks: set[int] = set()
         self._failures = 0
         self._changed = ""
+        self._resets = 0
+        self._computed = True
+        """Whether there is KV of since the last reset; before the first, the cache's name says which weights."""
+        self._stale = False
+        """Weights were written, and the scheduler's side was not told: nothing is loaded or saved until it is."""
         self.counts: Counter[str] = Counter()
 
     def register(self, tensors: dict[str, Any]) -> None:
@@ -66,6 +74,8 @@ class Worker:
             )
         ]
         self._cache = self._opened(0)
+        reload.watch()
+        self._writes = reload.count()
 
     def formats(self) -> Formats:
         """For the scheduler's side: the cache."""
@@ -80,6 +90,7 @@ class Worker:
 
     def load(self, plan: Plan) -> None:
         """Load what this step computes with; queue what may come between steps."""
+        self._notice_writes(plan)
         if plan.changed != self._changed or plan.epoch > self._cache.epoch:
             self._changed = plan.changed
             self._cache = self._opened(plan.epoch)
@@ -109,7 +120,7 @@ class Worker:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
                 continue  # a replica of this rank writes it
-            if not sound or not isinstance(held, Reservation):
+            if not sound or not isinstance(held, Reservation) or not self._has(save.weights):
                 self._give_up(save, held)
             elif not self._planes[0].on_cpu:
                 self._copy(save, held)  # in the order of the stream that computes
@@ -157,7 +168,7 @@ class Worker:
                 done.dropped.add(number)
             else:
                 self.counts[what] += number
-        return done if done.leases or done.dropped or done.served or done.failures else None
+        return done if done != Done() else None
 
     def take_counts(self) -> dict[str, int]:
         """Counters since the last call."""
@@ -176,8 +187,10 @@ class Worker:
         """Whether every page of a lease is in its blocks."""
         lease = self._adopt(load.share)
         try:
-            good = isinstance(lease, Lease) and all(
-                self._load_group(lease, group, load.first, row) for group, row in enumerate(load.blocks)
+            good = (
+                isinstance(lease, Lease)
+                and self._has(load.weights)
+                and all(self._load_group(lease, group, load.first, row) for group, row in enumerate(load.blocks))
             )
         except KvtierError as exc:
             _log.warning("a lease cannot be read: %s", exc)
@@ -186,6 +199,28 @@ class Worker:
         self.counts["loads"] += 1
         self.counts["loads_failed"] += not good
         return good
+
+    def _notice_writes(self, plan: Plan) -> None:
+        """Weights that were written between two steps are another model's, unless all was forgotten meanwhile."""
+        writes = reload.count()
+        if plan.resets != self._resets:
+            self._stale = self._computed = False
+        elif writes != self._writes and self._computed:
+            self._stale = True
+            _log.warning("weights were written: nothing is cached until reset_prefix_cache(reset_connector=True)")
+        self._resets, self._writes, self._computed = plan.resets, writes, self._computed or plan.computes
+        if self._stale:
+            self._done.changed = plan.resets
+
+    def _has(self, weights: Weights | None) -> bool:
+        """Whether this process computes with the weights that keys were made of: the model's, and an adapter's."""
+        if self._stale:
+            return False
+        if weights is None or served.serves(*weights):
+            return True
+        if served.known(weights.number):  # else it was not needed yet, and the request is computed
+            self._done.strange.add(weights.number)
+        return False
 
     def _adopt(self, share: bytes) -> Lease | Reservation | None:
         """What the scheduler's side holds; None where it is of another epoch by now."""
