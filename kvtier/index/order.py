@@ -10,6 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
+from itertools import compress
+from operator import is_not, ne, or_
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -227,13 +229,13 @@ class Order:
         """
         heads, times = self._heads.setdefault(share, ([None] * (self._last - 1), [0.0] * (self._last - 1)))
         checked = 0
-        for number, seen in enumerate(heads):
-            heap = heaps[number + 1]
-            head = heap[0][2] if heap else None
-            if head is not seen or (head is not None and (head.refs or head.time != times[number])):
-                heads[number] = head = self._head(heaps, share, number + 1, own)
-                times[number] = head.time if head is not None else 0.0
-                checked |= 1 << number
+        tops = [heap[0][2] if heap else None for heap in heaps[1:-1]]
+        seen = [0.0 if top is None else -1.0 if top.refs else top.time for top in tops]
+        changed = map(or_, map(is_not, tops, heads), map(ne, seen, times))
+        for number in compress(range(len(tops)), changed):
+            heads[number] = head = self._head(heaps, share, number + 1, own)
+            times[number] = head.time if head is not None else 0.0
+            checked |= 1 << number
         while any(heads):
             number = self.policy.pick(heads, now)
             if checked >> number & 1:
