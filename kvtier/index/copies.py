@@ -196,18 +196,18 @@ class Copies:
 
     def _gain(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
         """Account for new copies, and offer the leaf that they make."""
-        self._arrive(node, tier, lo, hi, copies)
+        self._arrive(node, tier, copies)
+        if (order := self.orders.get(tier)) is not None:
+            order.policy.gain(self, node, lo, hi, copies)
         if not node.below[tier]:
             self._offer_all(node)
 
-    def _arrive(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
+    def _arrive(self, node: Node, tier: int, copies: int) -> None:
         """Count new copies; the first in a subtree shows all the way up."""
         before = node.count[tier]
         node.count[tier] = before + copies
         self.copies[tier] += copies
         self.version += 1
-        if (order := self.orders.get(tier)) is not None:
-            order.policy.gain(self, node, lo, hi, copies)
         if node.below[tier] or before:
             return
         up = node.parent

@@ -56,6 +56,9 @@ class Ranking(Protocol):
     def gain(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """Copies of pages [lo, hi) arrived in the tier."""
 
+    def found(self, index: Any, node: Any, copies: int) -> None:
+        """Copies of all pages of a new node were in the tier already when the store started."""
+
     def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """Copies of pages [lo, hi) left the tier."""
 
@@ -94,11 +97,13 @@ class Order:
     somebody asked to keep for a while go after them, the first to run out first.
     """
 
-    __slots__ = ("_heads", "_last", "_shares", "_stale", "_tie", "policy", "tier")
+    __slots__ = ("_heads", "_last", "_shares", "_stale", "_tie", "late", "policy", "tier")
 
     def __init__(self, tier: int, policy: Ranking) -> None:
         self.tier = tier
         self.policy = policy
+        self.late = False
+        """Whether leaves may be missing: what a catalogue brings is queued once all of it is there."""
         self._shares: dict[int, list[list[Entry]]] = {0: self._lanes()}
         """By quota, 0 for what is under none: a heap for each lane."""
         self._heads: dict[int, Heads] = {}
