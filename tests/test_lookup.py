@@ -228,6 +228,27 @@ async def test_keys_are_loaded_and_not_stored_again_before_the_catalogue_is_load
     os.close(fd)
 
 
+async def test_what_the_catalogue_brings_is_queued_once_it_is_all_there(tmp_path: Path, gate: Gate) -> None:
+    """Until then nothing is amiss, and from then on eviction finds the leaves, with no entries of what is none."""
+    gate.after = 20
+    async with storing(tmp_path, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for end in range(8, 201, 8):
+            await engine.put(paths()[0][: end * 8])
+            await quiet(store)
+        engine.leave()
+    async with starting(tmp_path) as store:
+        (cache,) = store.parts.caches.values()
+        while cache.index.nodes <= gate.after:
+            assert cache.index.check() == []
+            await asyncio.sleep(0)
+        await gate.loaded(store)
+        assert cache.index.check() == []
+        assert len(store.parts.persist.order) == 1
+        assert store.parts.persist.evict(1)
+
+
 async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path, gate: Gate) -> None:
     """What is evicted before the end of loading is free after it, with what depended on it: no cell leaks."""
     await fill(tmp_path, (FULL,))
@@ -235,6 +256,9 @@ async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path, g
         engine = Engine(store)
         await engine.open(spec())
         assert (await engine.match(paths()[2])).pages == 110
+        (cache,) = store.parts.caches.values()
+        for node in list(cache.index.walk()):
+            cache.index.requeue(node, Tier.DISK)
         assert store.parts.persist.evict(40 * 4096)
         await flushed(store.parts.disk)
         await gate.loaded(store)

@@ -190,6 +190,8 @@ class Persist:
         ):
             entry.failed = "the page before is not on disk"
             return True
+        if self.order.late:  # until what may go is known; the end of loading pumps
+            return False
         self._gave_way = False
         if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self._evict_own):
             return self._over(entry)
