@@ -28,6 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
 COST = Target("value", "<=", 0.3)
 WAIT_S = 30.0
+ROW = 3
+"""Prompts in a turn, where what kvtier takes is measured."""
+SAVED_S = 0.3
 
 
 def main() -> None:
@@ -114,10 +117,34 @@ def shares(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, 
     bench.add(f"{name}: first token, {share:.0%} of {prompts.length} tokens cached", "ms", samples, limit=alone)
     if share:
         return
+    overhead(bench, name, subjects, prompts)
     for field, what in (("inside_s", "time"), ("inside_cpu_s", "processor time of the engine's thread")):
         if field in inside[0]:
             costs = [max(got[field], 1e-9) / got["s"] * 100 for got in inside]
             bench.add(f"{name}: kvtier's part of the first token, {what}", "%", {OURS: costs}, target=COST)
+
+
+def overhead(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts) -> None:
+    """What kvtier takes of an engine's time where nothing is ever used again, in many short turns.
+
+    Both compute the same prompts, a few in a row: what is still being saved of one is paid for by the next. Before
+    the other's turn all is saved.
+    """
+    turns = [[prompts.fresh() for _ in range(ROW)] for _ in range(bench.rounds(32))]
+
+    def computing(subject: str) -> Callable[[], float]:
+        mine = iter(turns)
+
+        def turn() -> float:
+            took = statistics.mean(subjects[subject](prompt)["s"] for prompt in next(mine))
+            time.sleep(SAVED_S)
+            return took
+
+        return turn
+
+    alone = f"{name} alone"
+    samples = interleave({each: computing(each) for each in (OURS, alone)}, len(turns))
+    bench.compare(f"{name}: first token with kvtier against alone, nothing cached", samples, alone, COST)
 
 
 @contextlib.contextmanager

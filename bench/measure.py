@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 OURS = "kvtier"
+MORE = "% more"
+"""The unit of differences, which alone may be below 0."""
 HIGHER_IS_BETTER = frozenset({"GB/s", "match/s"})
 LEGEND = (
     "best/median/worst are of interleaved rounds; ratio = best / best of the limit measured in the same rounds; "
@@ -114,6 +116,14 @@ def interleave(subjects: Mapping[str, Subject], rounds: int) -> Samples:
     return samples
 
 
+def middle(numbers: list[float]) -> tuple[float, float, float]:
+    """The median, and between which two of the numbers the true one lies with 95 % confidence."""
+    ordered = sorted(numbers)
+    spread = 0.98 * len(ordered) ** 0.5  # of the rank, by the normal approximation of the binomial
+    low = max(0, int(len(ordered) / 2 - spread))
+    return statistics.median(ordered), ordered[low], ordered[len(ordered) - 1 - low]
+
+
 def median_us(call: Callable[[], object], calls: int) -> float:
     """Microseconds of the median call."""
     times = []
@@ -158,6 +168,22 @@ class Bench:
         row = make_row(self.name, case, unit, samples, limit=limit, target=target)
         self.rows.append(row)
         print(f"{case}: {number(row.value)} {unit}", flush=True)
+        return row
+
+    def compare(self, case: str, samples: Samples, other: str, target: Target) -> Row:
+        """Keep how much more kvtier takes than another, in %, and how sure that is.
+
+        `value` is by the medians, `median` that of the rounds' own differences and `worst` its upper bound.
+        """
+        more = [(ours / alone - 1) * 100 for ours, alone in zip(samples[OURS], samples[other], strict=True)]
+        median, low, high = middle(more)
+        value = (statistics.median(samples[OURS]) / statistics.median(samples[other]) - 1) * 100
+        row = Row(
+            bench=self.name, case=f"{case} (by medians; median of pairs; at most, 95 %)", value=value, unit=MORE,
+            median=median, worst=high, rounds=len(more), target=str(target), met=target.met(value, None),
+        )  # fmt: skip
+        self.rows.append(row)
+        print(f"{case}: {value:.2f} {MORE}; pairs {median:.2f}, 95 % between {low:.2f} and {high:.2f}", flush=True)
         return row
 
     def finish(self) -> None:

@@ -45,7 +45,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The host tier."""
 
     bytes: int = -1
-    """Memory for pages; -1: 1 GiB, or an eighth of what this process may use; 0: none."""
+    """Memory for pages; -1: 1 GiB, or an eighth of what this process may use; 0: none, and token caches are misses."""
     slab_bytes: int = 64 << 20
     """Memory is given to caches in pieces of this size."""
     high_water: float = 0.99

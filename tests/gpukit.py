@@ -40,14 +40,14 @@ class Gated:
 
     @stuck.setter
     def stuck(self, value: bool) -> None:
-        from kvtier.device.cuda import runtime
+        from kvtier.device.cuda import cupy
 
         if not value:
             self._gate.set()
             return
         self._gate.clear()
         for stream in self._streams:
-            runtime.launchHostFunc(stream.handle, lambda _: self._gate.wait(), None)
+            cupy.cuda.ExternalStream(stream.handle).launch_host_func(lambda _: self._gate.wait(), None)
 
     def lend(self, size: int) -> tuple[Exported, Any]:
         """Memory that `attach` finds by its handle."""

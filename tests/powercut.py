@@ -135,6 +135,22 @@ def safe_at(journal: list[Write | Sync]) -> list[tuple[Write, int]]:
     return out
 
 
+def instants(writes: list[tuple[Write, int]], rounds: int, rng: np.random.Generator) -> list[int]:
+    """When to cut: anywhere, and every other time just after cells were written that had been written before.
+
+    That is when the catalogue may still name what they had; a cut anywhere meets such a moment by luck only.
+    """
+    first, last = writes[0][0].start, writes[-1][0].end
+    again, seen = [], set[int]()
+    for write, _ in writes:
+        if write.file == "extents":
+            blocks = set(range(write.offset // 4096, -(-(write.offset + len(write.data)) // 4096)))
+            if blocks & seen:
+                again.append(write.end + 1)
+            seen |= blocks
+    return [int(rng.choice(again)) if again and n % 2 else int(rng.integers(first, last + 2)) for n in range(rounds)]
+
+
 def cut(base: Path, target: Path, writes: list[tuple[Write, int]], instant: int, rng: np.random.Generator) -> str:
     """Make `target` what a cut at this instant could leave of `base` and the writes; what had been said by then."""
     shutil.rmtree(target, ignore_errors=True)

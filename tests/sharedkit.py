@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -23,8 +24,20 @@ from fleetkit import free_ports
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 MOONCAKE = Path(sys.executable).with_name("mooncake_master")
 needs_redis = pytest.mark.skipif(REDIS is None, reason="no redis-server or valkey-server here")
+
+
+def _loads(library: str) -> bool:
+    """Whether the system has a shared library."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 needs_mooncake = pytest.mark.skipif(
-    find_spec("mooncake") is None or not MOONCAKE.exists(), reason="no Mooncake here (extra mooncake)"
+    find_spec("mooncake") is None or not MOONCAKE.exists() or not _loads("libibverbs.so.1"),
+    reason="no Mooncake here (extra mooncake, and libibverbs1)",
 )
 NODE = """
 import sys

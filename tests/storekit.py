@@ -20,6 +20,7 @@ import pytest
 from kvtier.device.find import open_device
 from kvtier.device.host import HostDevice
 from kvtier.store import Store
+from kvtier.store.flush import flush
 from kvtier.store.vram import DeviceMemory
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.extentfile import Calls
@@ -68,7 +69,7 @@ async def quiet(store: Store) -> None:
     if store.parts.vram is not None:
         await store.parts.vram.promote.settled()
         await store.parts.vram.demote.settled()
-    await store.parts.persist.flush(list(store.parts.caches.values()), asyncio.get_running_loop().time() + 20)
+    await flush(store.parts.persist, list(store.parts.caches.values()), asyncio.get_running_loop().time() + 20)
 
 
 async def until(holds: object, timeout_s: float = 20.0) -> None:

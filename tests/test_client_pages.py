@@ -16,8 +16,8 @@ import pytest
 from kvtier import wire
 from kvtier.client import Client, putting
 from kvtier.client.arenas import runs
+from kvtier.client.copying import PAST_BYTES
 from kvtier.client.held import HeldReservation
-from kvtier.client.layout import SPAN_BYTES, checksum, copy_summed
 from kvtier.client.slots import SAMPLE, Checks
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec, Slice
@@ -27,7 +27,7 @@ PAGE = 4
 SMALL = GroupSpec(Kind.FULL, 2, 4, 1000)
 LARGE = GroupSpec(Kind.FULL, 2, 4, 200_000)
 STATE = GroupSpec(Kind.STATE, 3, 1, 2 << 20)
-PAGES = 2 * SPAN_BYTES // 8192 + 3
+PAGES = 2 * PAST_BYTES // 8192 + 3
 """More than two spans of SMALL's slots."""
 
 
@@ -311,17 +311,9 @@ def test_reads_are_sampled_alike_one_by_one_and_together(verify, every):
     assert alone == joint == (list(range(0, 100, every)) if every else [])
 
 
-@pytest.mark.parametrize("size", [0, 1, SPAN_BYTES - 1, SPAN_BYTES, SPAN_BYTES + 1, 2 * SPAN_BYTES, 3 * SPAN_BYTES + 7])
-def test_a_copy_summed_in_pieces_has_the_sum_of_the_whole(size):
-    """The pieces leave no trace in bytes or sum."""
-    source, target = content(1, size=size)[0], np.zeros(size, np.uint8)
-    assert copy_summed(target, source) == checksum([source])
-    assert np.array_equal(source, target)
-
-
 def test_large_pages_are_verified_too(client):
     """A page of more than one piece comes back whole, or not at all."""
-    size = 2 * SPAN_BYTES + 4096
+    size = 2 * PAST_BYTES + 4096
     cache = client.open(spec_of(GroupSpec(Kind.FULL, 1, 1, size)))
     data, out = content(3, size=size), np.zeros((3, size), np.uint8)
     with cache.match(keys(3)).reserve(0, 3, wait_ms=5000) as held:
@@ -377,6 +369,7 @@ def test_a_lease_of_a_restarted_daemon_is_never_read_in_the_old_ones_memory(daem
 @pytest.mark.parametrize("batch", [1, 3 * SMALL.item_bytes, 1 << 30])
 def test_a_prompt_that_is_put_at_once_is_there_bit_for_bit(client, monkeypatch, batch):
     """Whatever the batches; pages that were cached before stay as they are; a later part goes below the first."""
+    monkeypatch.setattr(putting, "FIRST_BYTES", batch)
     monkeypatch.setattr(putting, "BATCH_BYTES", batch)
     cache = client.open(spec_of(SMALL, LARGE))
     small, large = content(40), content(40, 1, LARGE.item_bytes)

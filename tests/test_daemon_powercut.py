@@ -66,12 +66,11 @@ async def cuts(home: Path, rounds: int, *fault: str, seed: int = 1) -> list[str]
     writes = powercut.safe_at(journal)
     assert {write.file for write, _ in writes} == {"said", "extents", "data.mdb"}
     rng = np.random.default_rng(seed)
-    first, last = writes[0][0].start, writes[-1][0].end
     wrong: list[str] = []
-    for _ in range(rounds):
-        said = powercut.cut(out / "copy", home / "cut", writes, int(rng.integers(first, last + 2)), rng)
+    for instant in powercut.instants(writes, rounds, rng):
+        said = powercut.cut(out / "copy", home / "cut", writes, instant, rng)
         wrong += await kept(home / "cut", heard(before, said))
-    assert len(heard(before, powercut.cut(out / "copy", home / "cut", writes, last + 2, rng))) > 10
+    assert len(heard(before, powercut.cut(out / "copy", home / "cut", writes, writes[-1][0].end + 2, rng))) > 10
     return wrong
 
 

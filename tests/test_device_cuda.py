@@ -25,7 +25,7 @@ from kvtier.types import Code, KvtierError
 def device() -> Any:
     """A CudaDevice that was never opened."""
     made = cuda.CudaDevice.__new__(cuda.CudaDevice)
-    made.ordinal, made.facts, made._modules = 0, Facts("none", bytes(16), 1, 90), {}
+    made.ordinal, made.facts, made._modules, made.node = 0, Facts("none", bytes(16), 1, 90), {}, None
     return made
 
 
@@ -75,6 +75,8 @@ RAW: dict[str, Callable[[], Any]] = {
     "eventSynchronize": lambda: cuda.runtime.eventSynchronize(0),
     "eventDestroy": lambda: cuda.runtime.eventDestroy(0),
     "memcpyAsync": lambda: cuda.runtime.memcpyAsync(0, 0, 4, cuda.runtime.memcpyDefault, 0),
+    "deviceGetAttribute": lambda: cuda.runtime.deviceGetAttribute(cuda.HOST_TABLES, 0),
+    "deviceGetPCIBusId": lambda: cuda.runtime.deviceGetPCIBusId(0),
     "getDeviceProperties": lambda: cuda.runtime.getDeviceProperties(0),
     "ipcOpenMemHandle": lambda: cuda.runtime.ipcOpenMemHandle(bytes(64), cuda.runtime.cudaIpcMemLazyEnablePeerAccess),
     "ipcCloseMemHandle": lambda: cuda.runtime.ipcCloseMemHandle(64),

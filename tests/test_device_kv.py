@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import engines
 from enginekv import EngineKv, Shape
 from kvtier import quant
 from kvtier.client import Client
@@ -20,9 +23,12 @@ from kvtier.demo.daemon import Daemon
 from kvtier.device.host import HostDevice, shared_memory
 from kvtier.device.layout import Paged
 from kvtier.identity import CacheSpec, GroupSpec, Slice
+from kvtier.store import carrier, kvregions
+from kvtier.store.kvregions import KvRegion
+from kvtier.store.vram import DeviceMemory
 from kvtier.types import KvtierError
-from kvtier.wire import Exported, Plane
-from storekit import KINDS, gpu, maker, until_sync
+from kvtier.wire import Exported, Plane, RegisterKv
+from storekit import KINDS, gpu, maker, storing, until, until_sync
 from test_processes import ctl
 
 PAGES, TOKENS = 6, 16
@@ -325,3 +331,34 @@ def test_memory_of_engines_is_never_touched_outside_what_they_shared():
     }.items():
         with pytest.raises(KvtierError, match="planes"):
             _check(RegisterKv("e", "kv", (what,), (changed(good, **{field: value}),), (b"t",)), 1)
+
+
+async def test_memory_of_a_dead_engine_is_unmapped_though_the_device_has_much_to_do(monkeypatch: pytest.MonkeyPatch):
+    """A full queue puts it off and no more: else a GPU's memory would stay taken until the daemon ends."""
+    closed: list[KvRegion] = []
+    real = KvRegion.close
+    monkeypatch.setattr(KvRegion, "close", lambda self, device: (closed.append(self), real(self, device))[1])
+    monkeypatch.setattr(kvregions, "AGAIN_S", 0.001)
+    shared: list[Any] = []
+
+    def take(size: int) -> tuple[int, np.ndarray]:
+        shared.append(HostDevice().share(size))
+        return shared[0].memory.address, shared[0].memory.data
+
+    kv = EngineKv(SHAPE, take)
+    planes = tuple(plane(kv.address, n, one) for n, layer in enumerate(kv.layers) for one in layer)
+    async with storing(None, device=DeviceMemory(HostDevice, 16 * SLOT, slab_bytes=64 << 10)) as store:
+        stays, dies = engines.Engine(store, pid=1), engines.Engine(store, pid=2)
+        message = RegisterKv("engine", "kv", (shared[0].exported,), planes, (kv.bytes[:16].tobytes(),))
+        number = (await store.register_kv(message, [shared[0].fd], dies.process.peer)).region
+        region = stays.process.instance.kv[number]
+        monkeypatch.setattr(carrier, "WAITING", 0)
+        dies.leave(clean=False)
+        await asyncio.sleep(0.02)
+        assert closed == []
+        monkeypatch.undo()
+        monkeypatch.setattr(KvRegion, "close", lambda self, device: (closed.append(self), real(self, device))[1])
+        await until(lambda: closed == [region])
+        assert not store.parts.counts["kv_regions_not_unmapped"]
+        stays.leave()
+    os.close(shared[0].fd)

@@ -177,7 +177,7 @@ async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_the
         region.memory[0].free = lambda: (freed.append(region.running), free())
         device.stuck = True  # for a while
         loading = asyncio.ensure_future(owner.load(lease))
-        await until(lambda: region.running)
+        await until(lambda: region.running and store.parts.vram.carrier.waiting)
         engine.leave(clean=False)
         for _ in range(20):
             await asyncio.sleep(0.001)

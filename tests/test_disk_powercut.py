@@ -29,11 +29,10 @@ def cuts(tmp_path, rounds: int, *skip: str, seed: int = 1) -> list[str]:
     base = out / "copy"
     rng = np.random.default_rng(seed)
     wrong = []
-    first, last = writes[0][0].start, writes[-1][0].end
-    for _ in range(rounds):
+    for instant in powercut.instants(writes, rounds, rng):
         promises = Promises()
         promises.hear(before)
-        promises.hear(powercut.cut(base, tmp_path / "cut", writes, int(rng.integers(first, last + 2)), rng))
+        promises.hear(powercut.cut(base, tmp_path / "cut", writes, instant, rng))
         try:
             with Owner(tmp_path / "cut", CAPACITY) as owner:
                 promises.kept_by(owner)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
-from tests.diskkit import KIB, MIB, Owner
+from tests.diskkit import KIB, MIB, Owner, spec
 from tests.test_disk_faults import Failing
-from tests.test_disk_relocate import SMALL, full_of_holes, still_there
+from tests.test_disk_relocate import LARGE, SMALL, full_of_holes, still_there
 
 PAGE = 16 * KIB
 MINE = CacheSpec("mine", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, PAGE),), salt=b"\x01\x02")
@@ -253,6 +254,158 @@ def test_a_failed_discard_is_named_and_can_be_asked_again(tmp_path):
         assert discard(owner)[0] == ""
         still_there(owner, runs)
         assert owner.tier.check() == []
+
+
+def blocks(path: Path) -> set[bytes]:
+    """What the extents have, in pieces of 4 KiB."""
+    data = (path / "d" / "extents").read_bytes()
+    return {data[at : at + 4096] for at in range(0, len(data), 4096)}
+
+
+def test_a_slab_that_is_being_emptied_is_discarded_after_that(tmp_path):
+    """Freed bytes in it are gone before anybody is told so; they would outlive the discard where it is passed over."""
+    calls, copying, go = Failing(), threading.Event(), threading.Event()
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=128 * KIB, calls=calls) as owner:
+        runs = full_of_holes(owner)
+        small = owner.cache(SMALL)
+        gone = {item.views[0].tobytes() for seed in runs.values() for item in owner.items(small, seed, 16)[1::2]}
+        let, punch, preadv = threading.Event(), calls.punch, calls.preadv
+        punched: list[int] = []
+
+        def slow_punch(fd, offset, size):
+            punched.append(offset // (128 * KIB))
+            let.wait()
+            punch(fd, offset, size)
+
+        def slow_read(*args):
+            copying.set()
+            go.wait()
+            return preadv(*args)
+
+        calls.punch, calls.preadv = slow_punch, slow_read
+        ended: list[tuple[str, int]] = []
+        owner.tier.upkeep.discard(lambda *said: ended.append(said))
+        owner.wait(lambda: punched)
+        large = owner.cache(LARGE)
+        assert not owner.submit(large, 1000, owner.items(large, 1000, 4), keys=owner.keys(large, 1000, 4))
+        owner.wait(copying.is_set)
+        let.set()
+        owner.wait(lambda: 31 in punched)
+        for _ in range(20):
+            owner.step(0.01)
+        assert ended == []
+        go.set()
+        owner.wait(lambda: ended)
+        assert ended[0][0] == ""
+        assert not gone & blocks(tmp_path)
+        calls.punch, calls.preadv = punch, preadv
+        still_there(owner, runs)
+        assert owner.tier.check() == []
+
+
+def test_slabs_that_the_file_system_had_no_room_for_are_discarded_too(tmp_path):
+    """They take no more pages, but may have freed ones; afterwards they are as much in use as before."""
+    calls = Failing()
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB) as owner:
+        cache = owner.cache(SMALL)
+        run = owner.write(cache, 1, 16)
+        gone = owner.items(cache, 1, 16)[3].views[0].tobytes()
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB, calls=calls) as owner:
+        cache = owner.cache(SMALL)
+        calls.errors["fallocate"] = errno.ENOSPC
+        assert owner.submit(cache, 2, owner.items(cache, 2, 4), keys=owner.keys(cache, 2, 4))
+        owner.wait(lambda: 2 in owner.results)
+        assert owner.results[2] == (None, "no_space")
+        parked = owner.tier.stats["parked_bytes"]
+        assert parked > 0
+        owner.tier.free([run << 6 | 3])
+        assert discard(owner)[0] == ""
+        assert gone not in (tmp_path / "d" / "extents").read_bytes()
+        assert owner.read(cache, run, 1, [0, 1, 2, 4, 15]) == [""] * 5
+        assert owner.tier.stats["parked_bytes"] == parked + 4 * KIB
+        assert owner.tier.check() == []
+
+
+def test_two_discards_at_once_leave_nothing(tmp_path):
+    """Each waits for the slabs that the other works on."""
+    calls, let = Failing(), threading.Event()
+    punch, punched = calls.punch, list[int]()
+
+    def slow_punch(fd, offset, size):
+        punched.append(offset)
+        let.wait()
+        punch(fd, offset, size)
+
+    calls.punch = slow_punch
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB, calls=calls) as owner:
+        runs = full_of_holes(owner)
+        gone = owner.items(owner.cache(SMALL), 0, 16)[1].views[0].tobytes()
+        ended: list[tuple[str, int]] = []
+        owner.tier.upkeep.discard(lambda *said: ended.append(said))
+        owner.wait(lambda: punched)
+        owner.tier.upkeep.discard(lambda *said: ended.append(said))
+        for _ in range(20):
+            owner.step(0.01)
+        assert ended == [], "the second is done, and nothing is punched yet"
+        let.set()
+        owner.wait(lambda: len(ended) == 2)
+        assert {error for error, _ in ended} == {""}
+        assert gone not in blocks(tmp_path)
+        still_there(owner, runs)
+
+
+@pytest.mark.parametrize("item_bytes", [50 * KIB, 3 * 4096], ids=["many cells an item", "a rest behind the last cell"])
+def test_what_lay_where_an_item_leaves_room_is_discarded(tmp_path, item_bytes):
+    """Cells and slabs of another size leave blocks that hold nothing: not what was stored there before, either."""
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB) as owner:
+        cache = owner.cache(SMALL)
+        runs = [owner.write(cache, seed, 16) for seed in range(64)]
+        gone = {item.views[0].tobytes() for seed in range(64) for item in owner.items(cache, seed, 16)}
+        owner.tier.free([run << 6 | page for run in runs for page in range(16)])
+        assert owner.flush() == ""
+        other = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, item_bytes), model="other"))
+        stored = {owner.write(other, seed, 4): seed for seed in range(100, 112)}
+        assert discard(owner)[0] == ""
+        assert not gone & blocks(tmp_path)
+        for run, seed in stored.items():
+            assert owner.read(other, run, seed, 4) == [""] * 4
+
+
+def test_a_catalogue_that_was_set_aside_goes_with_what_is_discarded(tmp_path):
+    """It has the token ids of everything that was stored then."""
+    with Owner(tmp_path / "d", 4 * MIB) as owner:
+        owner.write(owner.cache(SMALL), 1, 4)
+    catalogue = tmp_path / "d" / "catalogue" / "data.mdb"
+    catalogue.write_bytes(b"\0" * 4096 + catalogue.read_bytes()[4096:])
+    (tmp_path / "d" / "lock").write_text("crashed")
+    with Owner(tmp_path / "d", 4 * MIB) as owner:
+        assert owner.tier.stats["set_aside"] == 1
+        assert len(list((tmp_path / "d").glob("catalogue*"))) == 2
+        kept = owner.write(owner.cache(SMALL), 2, 4)
+        assert discard(owner)[0] == ""
+        assert list((tmp_path / "d").glob("catalogue*")) == [tmp_path / "d" / "catalogue"]
+    with Owner(tmp_path / "d", 4 * MIB) as owner:
+        assert owner.read(owner.cache(SMALL), kept, 2, 4) == [""] * 4
+
+
+def test_closing_while_a_slab_is_emptied_leaves_nobody_waiting(tmp_path):
+    """Who flushes, compacts or discards hears that the tier closes."""
+    calls = Failing()
+    owner = Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB, calls=calls)
+    full_of_holes(owner)
+    calls.gate.clear()
+    large = owner.cache(LARGE)
+    assert not owner.submit(large, 1, owner.items(large, 1, 4), keys=owner.keys(large, 1, 4))
+    said: list[str] = []
+    owner.tier.upkeep.compact(said.append)
+    threading.Timer(0.1, calls.gate.set).start()
+    owner.tier.close()
+    owner.tier.flush(said.append)
+    owner.tier.upkeep.compact(said.append)
+    owner.tier.upkeep.discard(lambda error, _: said.append(error))
+    while owner.step():
+        pass
+    assert said == ["closing"] * 4
 
 
 def test_writes_during_a_discard_are_safe(tmp_path):

@@ -13,6 +13,8 @@ import pytest
 from engines import FULL, STATE, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
+from kvtier.policy.quota import Rule
+from kvtier.store.upkeep import flushed
 from kvtier.types import Code, Kind, KvtierError, Tier
 from storekit import MIB, Failing, drop_host, quiet, storing, until
 
@@ -228,6 +230,62 @@ async def test_flush_is_refused_by_name_where_the_disk_cannot_hold_everything(tm
         assert caught.value.code == Code.NO_SPACE
 
 
+async def test_a_flush_writes_once_what_disk_has_no_room_for(tmp_path: Path) -> None:
+    """Asked again, nothing is pushed out and in; the pages are counted and named; once there is room they go."""
+    large = GroupSpec(Kind.FULL, 1, 1, 32_000)
+    async with storing(tmp_path, host=16 * MIB, disk=4 * MIB) as store:
+        engine, other = Engine(store), Engine(store, "other", pid=2)
+        await engine.open(spec((large,)))
+        await other.open(spec((large,), salt=b"other"))
+        await other.put(tokens(*range(1, 41)))
+        await quiet(store)
+        for n in range(25):
+            await engine.put(tokens(*range(100 * n + 1, 100 * n + 11)))
+
+        async def flush() -> tuple[str, int]:
+            before = store.parts.disk.stats["bytes_written"]
+            try:
+                await engine.call(wire.Flush())
+            except KvtierError as exc:
+                assert exc.code == Code.NO_SPACE
+                return exc.message, store.parts.disk.stats["bytes_written"] - before
+            return "", store.parts.disk.stats["bytes_written"] - before
+
+        await flush()
+        said = [await flush() for _ in range(4)]
+        assert sum(written for _, written in said) < MIB, "pushed out again and again"
+        cache = store.parts.caches[engine.opened.cache]
+        lack = cache.index.held[Tier.HOST][0] - cache.index.held[Tier.DISK][0]
+        assert said[-1][0] == f"{lack} pages have no room on disk, of caches {cache.id.hex()[:12]}"
+        for n in range(20):
+            cut = cache.index.cut(cache.radix.deepest(tokens(*range(100 * n + 1, 100 * n + 11)))[0])
+            cache.release(cut.freed, store.parts.disk)
+        await store.admin[wire.Purge](wire.Purge(salt=b"other"))
+        assert (await flush())[0] == ""
+        assert cache.index.held[Tier.DISK][0] == 50
+
+
+async def test_a_flush_beyond_a_quota_says_so_and_writes_once(tmp_path: Path) -> None:
+    """The tenant's pages do not push each other out flush after flush; the code is the quota's."""
+    async with storing(tmp_path, host=16 * MIB) as store:
+        store.limit([Rule("tenant", b"a".hex(), {Tier.DISK: 40 * 32768})])
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 32_000),), salt=b"a"))
+        for n in range(20):
+            await engine.put(tokens(*range(100 * n + 1, 100 * n + 11)))
+        for _ in range(5):
+            with pytest.raises(KvtierError) as caught:
+                await engine.call(wire.Flush())
+            assert caught.value.code == Code.OVER_CAP
+            written = store.parts.disk.stats["bytes_written"]
+        with pytest.raises(KvtierError, match="beyond a quota"):
+            await engine.call(wire.Flush())
+        assert store.parts.disk.stats["bytes_written"] - written < MIB // 2
+        store.limit([])
+        await engine.call(wire.Flush())
+        assert store.parts.caches[engine.opened.cache].index.held[Tier.DISK][0] == 200
+
+
 async def test_flush_of_a_cache_that_is_reset_meanwhile_succeeds(tmp_path: Path) -> None:
     """What is dropped on purpose need not become durable."""
     disk = Failing()
@@ -343,6 +401,85 @@ async def test_caches_that_hold_nothing_are_not_kept_on_disk(tmp_path: Path) -> 
         assert store.parts.disk.caches() == {}
     async with storing(tmp_path) as store:
         assert store.parts.disk.caches() == {}
+
+
+async def test_records_of_caches_that_are_forgotten_leave_disk_without_a_restart(tmp_path: Path) -> None:
+    """However many salts come and go, as many are on record as hold something; an epoch is never begun again."""
+    async with storing(tmp_path) as store:
+        stay = Engine(store, "stay", pid=9)
+        await stay.open(spec())
+        await stay.put(tokens(1, 2))
+        for n in range(60):
+            engine = Engine(store, pid=2)
+            await engine.open(spec(salt=bytes([n])))
+            await engine.put(tokens(n, n))
+            if n == 7:
+                await engine.call(wire.Reset(engine.opened.cache))
+            await quiet(store)
+            await store.admin[wire.Purge](wire.Purge(salt=bytes([n])))
+            engine.leave()
+        await quiet(store)
+        disk = store.parts.disk
+        assert len(disk.caches()) == len(store.parts.caches) == 1
+        assert set(disk._ledger.of_cache) == set(disk.caches())
+        await flushed(disk)
+        assert len(disk._catalogue.caches()[0]) == 1
+        engine = Engine(store, pid=2)
+        assert (await engine.open(spec(salt=bytes([7])))).epoch == 1
+        assert (await engine.match(tokens(7, 7))).pages == 0
+        await engine.put(tokens(9, 8))
+        assert await stay.get(tokens(1, 2)) == 2
+        await quiet(store)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        assert (await engine.open(spec(salt=bytes([7])))).epoch == 1
+        assert (await engine.match(tokens(7, 7))).pages == 0
+        assert await engine.get(tokens(9, 8)) == 2
+        assert len(store.parts.disk.caches()) == 2
+
+
+async def test_a_cache_that_is_being_written_is_forgotten_when_that_has_ended(tmp_path: Path) -> None:
+    """Its engine leaves and its pages are cut in the middle of the write: no record, run or cell is left of it."""
+    disk = Failing()
+    async with storing(tmp_path, calls=disk) as store:
+        engine, other = Engine(store, pid=1), Engine(store, "other", pid=2)
+        await engine.open(spec(salt=b"1"))
+        await other.open(spec(salt=b"2"))
+        disk.gate.clear()
+        await engine.put(tokens(1, 2, 3))
+        await until(lambda: store.parts.disk.stats["queued_bytes"])
+        await store.admin[wire.Purge](wire.Purge(salt=b"1"))
+        engine.leave()
+        assert len(store.parts.caches) == 2
+        disk.gate.set()
+        await until(lambda: not store.parts.persist.pending)
+        other.leave()
+        await until(lambda: not store.parts.disk.used_bytes)
+        await flushed(store.parts.disk)
+        assert store.parts.caches == {}
+        assert store.parts.disk._ledger.of_cache == {}
+        assert store.parts.disk._catalogue.caches()[0] == {}
+        assert idle(store) == []
+
+
+async def test_a_purge_takes_the_epoch_that_was_just_reset_with_it(tmp_path: Path) -> None:
+    """Its runs are freed a few at a time: their bytes are gone from the file before the purge is said to be done."""
+    keyed = spec(key_bytes=16, salt=b"t")
+    keys = [n.to_bytes(2, "little") * 8 for n in range(450)]
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        number = (await engine.open(keyed)).cache
+        reserved = await engine.call(wire.ReserveKeys(number, 0, b"".join(keys)))
+        engine.write(b"".join(keys), reserved)
+        await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
+        await quiet(store)
+        await engine.call(wire.Reset(number))
+        purged = await store.admin[wire.DiskPurge](wire.DiskPurge(salt=b"t"))
+        assert purged.data["healthy"]
+        left = next(tmp_path.glob("extents")).read_bytes()
+        assert not any(content(key, 0, 4000).tobytes()[:512] in left for key in keys)
+        assert store.parts.disk.used_bytes == 0
+        engine.leave()
 
 
 BIG_STATE = GroupSpec(Kind.STATE, 1, 1, 300_000)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.identity import CacheSpec, GroupSpec, chain_keys
 from kvtier.index import KeyedIndex, Order, RadixIndex
+from kvtier.index.node import LOCAL
 from kvtier.policy import Policy
 from kvtier.types import NO_COPY, Kind, Tier
 
@@ -401,6 +402,71 @@ def test_a_split_keeps_handles_sums_and_chain_keys() -> None:
         where, at = index.locate(node, page)
         assert index.get(where, at, Tier.HOST, 0) == 100 + page
         assert where.sums[0][at] == 200 + page
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_may_go_of_a_leaf_is_what_nothing_cached_needs(data: st.DataObject) -> None:
+    """Whatever the tiers hold: the deepest copies, back to a page that deeper pages of other tiers need."""
+    groups = data.draw(st.sampled_from([(FULL,), (FULL, FULL), (FULL, STATE)]))
+    index = radix(1, groups)
+    pages, most = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
+    node = index.extend(keys_of(tuple(range(pages)), 1), 1.0)
+    held = st.sets(st.tuples(st.integers(0, pages - 1), st.integers(0, len(groups) - 1)))
+    whole = {(page, group) for page in range(pages) for group in range(len(groups))}
+    copies = {tier: data.draw(held | st.just(whole)) for tier in LOCAL}
+    for tier, items in copies.items():
+        for page, group in items:
+            index.put(node, page, tier, group, [page << 56 | 0xFF], [0])
+    published = data.draw(st.integers(0, pages))
+    index.publish(node, published)
+    if goes_on := data.draw(st.booleans()):
+        index.extend(keys_of(tuple(range(pages + 1)), 1), 1.0)
+
+    def anchored(page: int, tiers: list[Tier]) -> bool:
+        return all(any((page, group) in copies[tier] for tier in tiers) for group in index.anchors)
+
+    for tier in LOCAL:
+        hi = max((page + 1 for page, _ in copies[tier]), default=0)
+        lo = max(0, hi - most)
+        if index.states and not goes_on:
+            alive = max((p + 1 for p in range(pages) if any((p, 1) in copies[t] for t in LOCAL)), default=0)
+            lo = alive if lo < alive < hi else lo
+        elsewhere = [page for page in range(pages) if anchored(page, [t for t in LOCAL if t != tier])]
+        deepest = pages if goes_on else max(elsewhere, default=0)
+        needed = [page for page in range(lo, min(deepest, hi)) if page not in elsewhere]
+        assert index.tail(node, tier, most) == (max((page + 1 for page in needed), default=lo), hi)
+    kept = max((page + 1 for page in range(published) if anchored(page, list(LOCAL))), default=0)
+    assert index._kept(node) == kept
+
+
+@pytest.mark.parametrize("page_tokens", [1, 3, 16])
+def test_a_page_has_one_name_wherever_nodes_are_cut(page_tokens: int) -> None:
+    """Splits, joins and cut ends change no name; another page, path or place has another."""
+    keys = keys_of(tuple(range(12)), page_tokens)
+    whole = radix(page_tokens)
+    expected = whole.names(whole.extend(keys, 1.0), 0, 12)
+    assert len(set(expected)) == 12
+    for asked in (False, True):
+        index = radix(page_tokens)
+        node = index.extend(keys, 1.0)
+        for at in (9, 5, 2):
+            if asked:
+                index.name_of(node)
+            index.ending_at(node, at)
+        parts = sorted(index.walk(), key=lambda each: each.depth)
+        assert [name for each in parts for name in index.names(each, 0, each.pages)] == expected
+        index.publish(node, 12)
+        index.join(node)
+        assert index.names(node, 3, 7) == expected[3:7]
+        index.put(node, 0, Tier.HOST, 0, array("q", range(8)), array("Q", range(8)))
+        index.settle(node)
+        assert node.pages == 8
+        assert index.names(node, 2, 8) == expected[2:8]
+    other = whole.extend(keys_of((20, *range(1, 12)), page_tokens), 1.0)
+    assert not set(whole.names(other, 0, 12)) & set(expected)
+    again = whole.extend(keys_of((0, 0), page_tokens), 1.0)
+    assert whole.name_of(again) not in expected
 
 
 def test_dead_tails_go_before_colder_pages_that_can_be_resumed() -> None:

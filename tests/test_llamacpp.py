@@ -144,6 +144,15 @@ def test_kv_of_other_weights_or_settings_is_never_loaded(daemon: Daemon, model: 
     assert hits(tmp_path, model, daemon, ask, {}) == WHOLE
 
 
+def test_a_file_that_took_the_place_of_the_one_loaded_is_not_taken_for_it(daemon: Daemon, model: Path, tmp_path: Path):
+    """A release is rolled out while a process runs: what lies at the path is not what the context computes with."""
+    path = make_model(tmp_path / "tiny.gguf")
+    with Engine(tmp_path / "log", path, None) as engine:
+        make_model(tmp_path / "new.gguf", 1).replace(path)
+        with pytest.raises(AssertionError, match="the file that was loaded"):
+            engine.tell("attach", socket=str(daemon.socket))
+
+
 def hits(folder: Path, model: Path, daemon: Daemon, ask: list[int], options: dict[str, Any]) -> int:
     """What a fresh process loads of a prompt."""
     with Engine(folder / "log", model, daemon.socket, **options) as engine:

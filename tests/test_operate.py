@@ -401,6 +401,20 @@ def test_doctor_says_what_to_change(bench):
     assert "chmod 0600" in result.stdout
 
 
+def test_doctor_says_what_a_daemon_without_host_memory_cannot_do(tmp_path):
+    """Its token caches are misses, whatever disk has: a warning with the setting's name."""
+    with Daemon(tmp_path, host="0", disk="64MiB") as daemon:
+        where = str(daemon.socket.with_name("admin.sock"))
+        result = CliRunner().invoke(main, ["--socket", where, "doctor", "--json"])
+        (row,) = [row for row in json.loads(result.stdout)["findings"] if row["check"] == "host tier"]
+        assert (row["state"], row["found"]) == ("warn", "0 MiB")
+        assert "host.bytes" in row["advice"]
+        with Client(daemon.socket, instance="e") as client:
+            reserved = client.open(SPEC).match(page_keys(SPEC, np.arange(16))).reserve(0, 4)
+            assert reserved.pages == 0
+        assert daemon.stop() == 0
+
+
 def test_verbs_that_need_a_disk_say_that_there_is_none(tmp_path):
     """Nothing can be made durable, nor stay on disk when it leaves host; code 1 and a sentence."""
     with Daemon(tmp_path, host="64MiB", disk="0") as daemon, Client(daemon.socket, instance="e") as client:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines import Engine, spec, tokens
+from engines import Engine, idle, spec, tokens
+from kvtier import wire
 from kvtier.client import Client
 from kvtier.config import size
 from kvtier.ctl import main
@@ -20,7 +22,7 @@ from kvtier.store import persist, quotas
 from kvtier.store.quotas import Quotas
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, Kind, KvtierError, Tier
-from storekit import MIB, drop_host, maker, quiet, storing, until
+from storekit import MIB, drop_host, maker, memfd, quiet, rows, storing, until
 
 PAGE = 65536
 
@@ -70,15 +72,49 @@ async def test_a_tenant_at_its_limit_takes_from_itself_alone(tmp_path):
         assert held(store, engine, Tier.HOST) <= 10
 
 
-async def test_a_request_larger_than_the_limit_is_refused_by_name():
-    """Nothing can go that would make it fit."""
+async def test_a_request_larger_than_the_limit_is_granted_as_far_as_that_goes():
+    """And says by name why it is not all; where not even one page fits, none is granted."""
     async with storing(None, host=4 * MIB) as store:
         store.limit(limited(pages=3))
         engine = await engine_of(store, b"a")
         reserved = await engine.reserve(path(0))
-        assert (reserved.pages, reserved.refused) == (0, Code.OVER_CAP)
+        assert (reserved.pages, reserved.refused) == (3, Code.OVER_CAP)
         assert store.parts.counts["refused_quota"] == 1
+        await engine.call(wire.Abort(reserved.reservation))
         assert await engine.put(path(1, 3)) == 3
+        store.limit(limited(pages=0))
+        reserved = await engine.reserve(path(0))
+        assert (reserved.pages, reserved.refused) == (0, Code.OVER_CAP)
+        assert store.parts.check() == []
+
+
+@pytest.mark.parametrize("held_pages", [0, 4])
+async def test_keys_are_stored_as_far_as_the_limit_goes(held_pages: int):
+    """Reserved by an engine or copied from its rows: the leading ones, and the rest is refused by name."""
+    keyed = spec((GroupSpec(Kind.FULL, 1, 1, PAGE),), key_bytes=16, salt=b"a")
+    keys = [bytes([n]) * 16 for n in range(30)]
+    fd, _ = memfd(12, PAGE, sealed=True)
+    async with storing(None, host=4 * MIB) as store:
+        store.limit(limited(pages=10))
+        engine = Engine(store)
+        number = (await engine.open(keyed)).cache
+        if held_pages:  # which cannot go
+            reserved = await engine.call(wire.ReserveKeys(number, 0, b"".join(keys[-held_pages:])))
+            assert reserved.pages == held_pages
+        room = 10 - held_pages
+        reserved = await engine.call(wire.ReserveKeys(number, 0, b"".join(keys[:12])))
+        assert (reserved.pages, reserved.refused) == (room, Code.OVER_CAP)
+        await engine.call(wire.Abort(reserved.reservation))
+        region = store.register(wire.Register("engine", "rows", 0, PAGE, 12), fd, engine.process.peer).region
+        store_rows = wire.Store(region, 0, rows(*range(12)), cache=number, keys=b"".join(keys[:12]))
+        stored = await engine.call(store_rows)
+        assert (stored.done, stored.refused) == (b"\1" * room + bytes(12 - room), Code.OVER_CAP)
+        states = (await engine.call(wire.Exists(number, 0, b"".join(keys[:12])))).states
+        assert [state != 0 for state in states] == [n < room for n in range(12)]
+        assert sum(store.parts.caches[number].index.held[Tier.HOST]) == room
+        engine.leave()
+        assert idle(store) == []
+    os.close(fd)
 
 
 async def test_models_of_a_tenant_take_turns_in_its_room():
@@ -98,8 +134,8 @@ async def test_models_of_a_tenant_take_turns_in_its_room():
         assert store.parts.check() == []
 
 
-async def test_a_request_larger_than_the_limit_takes_nothing_from_the_tenant(tmp_path):
-    """What is refused makes no room; what is loaded comes as far as the limit goes."""
+async def test_a_request_larger_than_the_limit_stays_within_it(tmp_path):
+    """The tenant's own pages make room for as much of it as may be there; so they do for what is loaded."""
     async with storing(tmp_path, host=8 * MIB) as store:
         engine = await engine_of(store, b"a")
         assert await engine.put(path(1, 12)) == 12
@@ -108,8 +144,9 @@ async def test_a_request_larger_than_the_limit_takes_nothing_from_the_tenant(tmp
         store.limit(limited(pages=10))
         assert await engine.put(path(2)) == 4
         reserved = await engine.reserve(path(3, 11), wait_ms=5000)
-        assert (reserved.pages, reserved.refused) == (0, Code.OVER_CAP)
-        assert held(store, engine, Tier.HOST) == 4
+        assert (reserved.pages, reserved.refused) == (10, Code.OVER_CAP)
+        assert held(store, engine, Tier.HOST) == 0
+        await engine.call(wire.Abort(reserved.reservation))
         await quiet(store)
         assert await engine.get(path(1, 12)) == 10
         assert held(store, engine, Tier.HOST) == 10

@@ -104,7 +104,7 @@ def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     members = {
         "WeightUpdater": [
             "update_weights_from_disk", "load_weights_from_distributed", "update_weights_from_tensor",
-            "update_weights_from_ipc",
+            "update_weights_from_ipc", "begin_weight_update", "end_weight_update",
         ], "HiCacheController": ["reset"],
     }  # fmt: skip
     for name, place in places.items():
@@ -135,6 +135,45 @@ def test_a_flush_after_a_change_of_weights_counts_as_one(reload: Any):
     assert flushed > changed
     controller.reset()
     assert reload.count() == flushed
+
+
+@pytest.mark.parametrize("name", ["begin_weight_update", "end_weight_update"])
+def test_what_comes_before_and_after_an_update_writes_weights_too(reload: Any, name: str):
+    """Layers whose weights are packed for a kernel are unpacked first and packed last."""
+    reload.watch()
+    getattr(reload.WeightUpdater(), name)()
+    assert reload.count() > 0
+
+
+def test_a_storage_that_is_attached_to_an_engine_that_runs_begins_as_after_a_change(reload: Any):
+    """Nobody has seen what was before; and what is in SGLang's caches then goes with the next flush."""
+
+    class Controller(reload.HiCacheController):
+        def attach(self) -> None:
+            reload.watch()
+
+    controller = Controller()
+    controller.attach()
+    attached = reload.count()
+    assert attached > 0
+    controller.attach()
+    assert reload.count() == attached  # it has been watched since
+    controller.reset()
+    assert reload.count() > attached
+
+
+def test_a_storage_that_comes_with_its_engine_shares(reload: Any):
+    """It is attached while SGLang's controller is being made."""
+
+    class Controller(reload.HiCacheController):
+        def __init__(self) -> None:
+            self.attach()
+
+        def attach(self) -> None:
+            reload.watch()
+
+    Controller()
+    assert reload.count() == 0
 
 
 def test_keys_have_32_bytes_whatever_they_are():

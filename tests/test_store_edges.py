@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from conftest import open_files
-from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
+from engines import FULL, STATE, WINDOW, Engine, Peer, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
+from kvtier.store import slices
 from kvtier.tiers.region import Region
-from kvtier.types import Code, Kind, KvtierError
+from kvtier.types import NO_COPY, Code, Kind, KvtierError, Tier
 from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
 
 PAGE = spec((GroupSpec(Kind.FULL, 1, 1, 32_000),))
@@ -86,6 +87,94 @@ async def test_keys_beyond_the_cap_are_absent_from_a_lease() -> None:
         assert idle(store) == []
 
 
+async def test_keys_on_disk_are_loaded_into_rows_whatever_the_cap_and_the_host_hold(tmp_path: Path) -> None:
+    """Bytes that go from disk to rows need no slot: a worker with a small cap, or a small host, gets all its keys."""
+    large = spec((GroupSpec(Kind.FULL, 1, 1, 32_000),), key_bytes=16)
+    fd, memory = memfd(40, 32_768, sealed=True)
+    async with storing(tmp_path, host=MIB) as store:
+        engine = Engine(store)
+        number = (await engine.open(large)).cache
+        for first in range(0, 40, 8):
+            await put_keys(engine, KEYS[first : first + 8], wait_ms=5000)
+            await quiet(store)
+        region = store.register(wire.Register("engine", "rows", 0, 32_768, 40), fd, engine.process.peer).region
+        load = wire.Load(region, 0, rows(*range(40)), cache=number, keys=b"".join(KEYS), wait_ms=5000)
+        instance = engine.process.instance
+        for cap in (0, 3 * 32_768, 100 * MIB):
+            instance.cap_bytes = cap
+            drop_host(store)
+            memory[:] = 0
+            assert (await engine.call(load)).done == b"\1" * 40
+            for n in range(40):
+                assert np.array_equal(memory[n, :32_000], content(KEYS[n], 0, 32_000))
+            assert instance.held_bytes == 0
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+    os.close(fd)
+
+
+async def test_keys_in_host_alone_are_loaded_part_by_part_within_the_cap() -> None:
+    """A cap of three keys at a time is enough for forty; one of none is refused by name."""
+    fd, memory = memfd(40, 8192, sealed=True)
+    async with storing(None) as store:
+        engine = Engine(store)
+        number = (await engine.open(KEYED)).cache
+        await put_keys(engine, KEYS)
+        region = store.register(wire.Register("engine", "rows", 0, 8192, 40), fd, engine.process.peer).region
+        load = wire.Load(region, 0, rows(*range(40)), cache=number, keys=b"".join(KEYS))
+        engine.process.instance.cap_bytes = 3 * 4096
+        assert (await engine.call(load)).done == b"\1" * 40
+        for n in range(40):
+            assert np.array_equal(memory[n, :4000], content(KEYS[n], 0, 4000))
+        engine.process.instance.cap_bytes = 4095
+        with pytest.raises(KvtierError) as caught:
+            await engine.call(load)
+        assert caught.value.code == Code.OVER_CAP
+        engine.leave()
+        assert idle(store) == []
+    os.close(fd)
+
+
+async def test_what_a_reset_retired_meanwhile_is_not_loaded_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that waited for room when the weights changed are misses, though their nodes are not all cut yet."""
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)  # cutting gives way after each node
+    keys = [n.to_bytes(2, "little") * 8 for n in range(300)]
+    fd, _ = memfd(8, 8192, sealed=True)
+    async with storing(tmp_path) as store:
+        engine, other = Engine(store, pid=1), Engine(store, "other", pid=2)
+        number = (await engine.open(KEYED)).cache
+        await put_keys(engine, keys)
+        await quiet(store)
+        drop_host(store)
+        await other.open(KEYED)
+        started, go = asyncio.Event(), asyncio.Event()
+
+        async def held_up(*_: object) -> bool:
+            started.set()
+            await go.wait()
+            return False
+
+        monkeypatch.setattr(store.parts.loads, "bring", held_up)
+        region = store.register(wire.Register("engine", "rows", 0, 8192, 8), fd, engine.process.peer).region
+        load = wire.Load(region, 0, rows(*range(8)), cache=number, keys=b"".join(keys[:8]))
+        loading = asyncio.ensure_future(engine.call(load))
+        await started.wait()
+        resetting = asyncio.ensure_future(other.call(wire.Reset(other.opened.cache)))
+        while not store.parts.caches[number].retired:
+            await asyncio.sleep(0)
+        go.set()
+        assert (await loading).done == bytes(8)
+        assert (await resetting).epoch == 1
+        for each in (engine, other):
+            each.leave()
+        await until(lambda: not store.parts.freeing)
+        assert idle(store) == []
+    os.close(fd)
+
+
 # -- no host tier ------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +232,36 @@ async def test_a_load_goes_past_a_host_that_others_hold(tmp_path: Path) -> None:
         for each in (engine, other):
             each.leave()
         await quiet(store)
+        assert idle(store) == []
+    os.close(fd)
+
+
+async def test_rot_in_host_costs_a_load_nothing_where_disk_has_the_bytes(tmp_path: Path) -> None:
+    """The row comes from disk and the copy in host is dropped; where nothing else has them the key is a miss."""
+    fd, memory = memfd(2, 8192, sealed=True)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        number = (await engine.open(KEYED)).cache
+        await put_keys(engine, KEYS[:1])
+        await quiet(store)
+        cache = store.parts.caches[number]
+        node = cache.keyed.find(cache.keyed.name(0, KEYS[0]))
+        region = store.register(wire.Register("engine", "rows", 0, 8192, 2), fd, engine.process.peer).region
+        load = wire.Load(region, 0, rows(0), cache=number, keys=KEYS[0])
+        for left in (1, 0):
+            (view,) = cache.views(0, cache.index.get(node, 0, Tier.HOST, 0))
+            view[100] ^= 1
+            if not left:
+                cache.release(cache.index.drop(node, 0, 1, Tier.DISK), store.parts.disk)
+            assert (await engine.call(load)).done == bytes([left])
+            assert store.parts.counts["host_checksum"] == 2 - left
+            await quiet(store)
+            if left:
+                assert np.array_equal(memory[0, :4000], content(KEYS[0], 0, 4000))
+                assert cache.index.get(node, 0, Tier.HOST, 0) == NO_COPY
+                await engine.call(wire.Release((await engine.call(wire.AcquireKeys(number, 0, KEYS[0]))).lease))
+        assert (await engine.call(wire.Exists(number, 0, KEYS[0]))).states == b"\0"
+        engine.leave()
         assert idle(store) == []
     os.close(fd)
 
@@ -307,6 +426,55 @@ async def test_a_region_registered_again_takes_the_place_of_the_first(monkeypatc
         assert idle(store) == []
     os.close(fd)
     os.close(again)
+
+
+async def test_regions_of_a_process_that_died_are_let_go_beside_its_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may be killed and started again any number of times; what a sibling still moves there ends well."""
+    fd, memory = memfd(2, 8192, sealed=True)
+    started, go = threading.Event(), threading.Event()
+    real = Region.write
+
+    def delayed(self: Region, row: int, views: list[np.ndarray]) -> None:
+        started.set()
+        go.wait()
+        real(self, row, views)
+
+    async with storing(None) as store:
+        scheduler = Engine(store, pid=1)
+        number = (await scheduler.open(KEYED)).cache
+        await put_keys(scheduler, KEYS[:2])
+        instance = scheduler.process.instance
+        mine = store.register(wire.Register("engine", "mine", 0, 8192, 2), fd, scheduler.process.peer).region
+        for n in range(70):
+            worker = Engine(store, pid=100 + n)
+            register = wire.Register("engine", f"rows {n}", 0, 8192, 2)
+            theirs = store.register(register, fd, worker.process.peer).region
+            if n < 69:
+                worker.leave(clean=n % 2 == 0)
+                assert set(instance.regions) == {mine}
+        with pytest.raises(KvtierError) as caught:
+            store.register(register, fd, Peer(pid=100))
+        assert caught.value.code == Code.UNKNOWN, "nobody's end would free it"
+        monkeypatch.setattr(Region, "write", delayed)
+        region = instance.regions[theirs]
+        load = wire.Load(theirs, 0, rows(0, 1), cache=number, keys=KEYS[0] + KEYS[1])
+        loading = asyncio.ensure_future(scheduler.call(load))
+        try:
+            await until(started.is_set)
+            worker.leave(clean=False)
+            assert region._data is not None, "unmapped under a copy"
+        finally:
+            go.set()
+        assert (await loading).done == b"\1\1"
+        assert np.array_equal(memory[1, :4000], content(KEYS[1], 0, 4000))
+        assert region._data is None, "still mapped"
+        assert not store.regions.running
+        with pytest.raises(KvtierError) as caught:
+            await scheduler.call(load)
+        assert caught.value.code == Code.UNKNOWN
+        scheduler.leave()
+        assert idle(store) == []
+    os.close(fd)
 
 
 # -- scopes that come and go ----------------------------------------------------------------------------------

@@ -358,6 +358,10 @@ def test_adapters_share_only_with_the_very_same_weights(models: Path, home: Daem
         assert tuned[0]["cached"] == 0
         assert texts(tuned) != texts(base)
         wait_for(lambda: engine.again([prompt(200)], lora=str(lora))[0]["cached"] == 192, engine)
+    with Engine(tmp_path / "log", **options) as engine:
+        fresh = engine.generate([prompt(200)], lora=str(lora))
+    assert fresh[0]["cached"] == 192
+    assert texts(fresh) == texts(tuned)
     make_model(lora, "adapter", seed=1)
     with Engine(tmp_path / "log", **options) as engine:
         assert engine.generate([prompt(200)], lora=str(lora))[0]["cached"] == 0

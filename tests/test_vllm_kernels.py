@@ -334,7 +334,7 @@ class Story:
         self.head.finished("a")
         self.worker.fence()  # its blocks are given to something else
         self.write(1, 10, -1.0)
-        self.until(lambda: not self.head._reservations)
+        self.until(lambda: not self.head._held._reservations)
         for name, first, later in (("b", 20, False), ("c", 40, True)):
             self.load(name, first, later=later)
         self.later.shutdown()

@@ -20,7 +20,7 @@ from kvtier.client import Client, page_keys
 from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
-from kvtier.types import Kind, KvtierError
+from kvtier.types import Kind
 from vllmstub import Request, adapters, config, model, paged, step
 from weightkit import safetensors
 
@@ -34,7 +34,7 @@ TOKENS = list(range(1, 42))
 @pytest.fixture
 def vllm() -> Iterator[Any]:
     """The adapters' modules."""
-    with adapters("scheduler", "messages", "formats", "adapters", "worker") as modules:
+    with adapters("scheduler", "messages", "formats", "adapters", "worker", "keys") as modules:
         yield modules
 
 
@@ -101,7 +101,7 @@ def test_a_request_that_goes_on_while_its_look_up_runs_leaves_no_lease(
     """VLLM may compute a request whose look-up is not over, end it, or reset: what is leased later is given back."""
     put(daemon, SPEC)
     one, found, go = engine(), threading.Event(), threading.Event()
-    find = one._find
+    find = one._finder.find
     leases = []
 
     def slowly(*args: Any) -> Any:
@@ -110,7 +110,7 @@ def test_a_request_that_goes_on_while_its_look_up_runs_leaves_no_lease(
         found.set()
         return leases[-1]
 
-    monkeypatch.setattr(one, "_find", slowly)
+    monkeypatch.setattr(one._finder, "find", slowly)
     request = Request("a", TOKENS)
     one.begin(request)
     assert one.matched(request, 0) == (None, False)
@@ -135,8 +135,8 @@ def test_what_a_thread_meets_with_is_a_miss_and_ends_no_step(
 ):
     """An error of the system's or of a decoder's while looking up or reserving: computed, not saved, nothing raised."""
     one = engine()
-    for verb in ("_find", "_reserve"):
-        monkeypatch.setattr(one, verb, Mock(side_effect=error))
+    for owner, verb in ((one._finder, "find"), (one, "_reserve")):
+        monkeypatch.setattr(owner, verb, Mock(side_effect=error))
     request = Request("a", TOKENS)
     one.begin(request)
     assert until(lambda: one.matched(request, 0)[0]) == 0
@@ -195,15 +195,6 @@ def test_an_adapter_whose_files_are_not_here_is_neither_loaded_nor_saved(engine:
     assert [saved(one, Request(str(at), TOKENS, lora_request=lora(at))) for at in (known, unknown)] == [True, False]
 
 
-def test_media_that_are_named_and_not_hashed_are_neither_loaded_nor_saved(engine: Any):
-    """What a client calls its image may be another image tomorrow; a digest may not."""
-    one = engine()
-    names = ["ab" * 32, "ab" * 64, "my image", "renderer0-mm-1-image-0", "AB" * 32]
-    features = [[SimpleNamespace(mm_hash=each, identifier=f"adapter:{each}")] for each in names]
-    got = [saved(one, Request(str(n), TOKENS, mm_features=each)) for n, each in enumerate(features)]
-    assert got == [True, True, False, False, False]
-
-
 def saved(engine: Any, request: Any) -> bool:
     """Whether room is asked for, for the pages that a request has computed."""
     engine.begin(request)
@@ -216,18 +207,6 @@ def saved(engine: Any, request: Any) -> bool:
     engine._reserve = reserve
     engine.finished(request.request_id)
     return bool(got and got[0].pages)
-
-
-def test_media_that_vllm_only_counts_are_refused_at_start(vllm: Any, tmp_path: Path):
-    """Without prefix caching and processor cache images are numbered, from 1 in each process."""
-    settings = config(safetensors(tmp_path / "m.safetensors", {"a": np.ones((4, 8), "<f4")}).parent)
-    settings.model_config = model(tmp_path, mm_processor_cache_gb=0)
-    vllm.formats.model_fingerprint(settings)
-    settings.cache_config.enable_prefix_caching = False
-    with pytest.raises(KvtierError, match="mm_processor_cache_gb"):
-        vllm.formats.model_fingerprint(settings)
-    settings.model_config = model(tmp_path)
-    vllm.formats.model_fingerprint(settings)
 
 
 def test_the_fingerprint_has_what_turns_pixels_into_tokens_and_the_draft(vllm: Any, tmp_path: Path):
@@ -293,7 +272,7 @@ def test_no_block_is_written_while_it_is_copied(vllm: Any, daemon: Daemon, tmp_p
     assert copied
     blocks[:] = 0
     until(lambda: (done := worker.take_done()) and (done.served or None))
-    path = head._cache.match(head._keys.of(Request("a", TOKENS), 0, 10))
+    path = head._cache.match(head._finder.keys.of(Request("a", TOKENS), vllm.keys.Said(), 0, 10))
     with path.acquire(10) as lease:
         first = [np.frombuffer(lease.view(0, page), "<f4")[0] for page in range(10)]
     assert first == list(range(1, 11))

@@ -17,17 +17,45 @@ NAMES: dict[str, dict[str, Any]] = {
         name: type(name, (), {})
         for name in ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
     },
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": {},
+    "vllm.lora.worker_manager": {},
+    "vllm.model_executor.models.utils": {},
     "vllm.platforms": {"current_platform": None},
+    "vllm.v1.engine.core": {},
+    "vllm.v1.worker.gpu_worker": {},
     "vllm.v1.kv_offload.base": dict.fromkeys(("LookupResult", "RequestOffloadingContext"), SimpleNamespace)
     | {"Medium": SimpleNamespace(STORAGE=None)},
+    "vllm.v1.core.kv_cache_utils": {},
     "vllm.v1.kv_offload.tiering.base": {"JobResult": SimpleNamespace, "SecondaryTierManager": object},
-    "vllm.v1.core.kv_cache_utils": {
-        "generate_block_hash_extra_keys": lambda request, *_: (
-            (request.lora_request.lora_name,) if request.lora_request else (),
-            0,
-        )
-    },
 }
+
+
+def extra_keys(request: Any, begin: int, end: int, first: int) -> tuple[tuple[Any, ...], int]:
+    """What vLLM's prefix cache knows of a block beside its tokens."""
+    lora, items = request.lora_request, request.mm_features
+    found = [("lora", lora.lora_name, lora.lora_path)] if lora else []
+    for each in items:
+        at = each.mm_position
+        if at.offset < end and begin < at.offset + at.length:
+            found.append(("mm", each.identifier, at.offset - begin))
+    return tuple(found), first
+
+
+class Context:
+    """What vLLM tells a secondary tier of a request: here, that each block of 16 tokens has a key."""
+
+    def __init__(self, request: Any) -> None:
+        self.req_id = request.request_id
+        self._states: dict[type, Any] = {}
+
+    def set_state(self, value: Any) -> None:
+        self._states[type(value)] = value
+
+    def get_state(self, kind: type) -> Any:
+        return self._states.get(kind)
+
+    def get_offload_key_position(self, key: bytes) -> int:
+        return 16 * (key[0] + 1)
 
 
 @contextmanager
@@ -37,14 +65,34 @@ def adapters(*names: str) -> Iterator[SimpleNamespace]:
     for path, members in NAMES.items():
         parts = path.split(".")
         for depth in range(1, len(parts) + 1):
-            sys.modules.setdefault(".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+            name = ".".join(parts[:depth])
+            sys.modules.setdefault(name, ModuleType(name))
         vars(sys.modules[path]).update(members)
+    sys.modules["vllm.v1.core.kv_cache_utils"].generate_block_hash_extra_keys = extra_keys
+    manager = type("WorkerLoRAManager", (), {"_load_adapter": lambda *_: None})
+    sys.modules["vllm.lora.worker_manager"].WorkerLoRAManager = manager
+    for path, name, does in (
+        ("vllm.model_executor.models.utils", "AutoWeightsLoader", "load_weights"),
+        ("vllm.v1.worker.gpu_worker", "Worker", "update_weights"),
+        ("vllm.v1.engine.core", "EngineCore", "collective_rpc"),
+    ):
+        setattr(sys.modules[path], name, type(name, (), {does: lambda *_: None}))
+    offloading = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"]
+    offloading._create_req_context = Context
     try:
         yield SimpleNamespace(**{name: importlib.import_module(f"kvtier.engines.vllm.{name}") for name in names})
     finally:
         for name in set(sys.modules) - set(before):
-            if name.split(".")[0] == "vllm" or name.startswith("kvtier.engines.vllm."):
+            if name.split(".")[0] == "vllm" or name.startswith("kvtier.engines.vllm"):
                 del sys.modules[name]
+
+
+def item(name: str, begin: int = 0, tokens: int = 4, pixels: Any = 0, *, key: str = "") -> SimpleNamespace:
+    """An image of a request's, by the name that vLLM or a client gave it."""
+    field = SimpleNamespace(dim=0)
+    data = {"pixel_values": SimpleNamespace(data=pixels, field=field)}
+    place = SimpleNamespace(offset=begin, length=tokens, is_embed=None)
+    return SimpleNamespace(mm_hash=name, identifier=key or name, modality="image", data=data, mm_position=place)
 
 
 @dataclass

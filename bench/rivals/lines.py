@@ -52,9 +52,13 @@ def folder(stack):
     return path
 
 
+started = []
+
+
 def daemon(stack, command, **env):
     """Start a program that ends when the stack does; its output goes to the log."""
     process = subprocess.Popen([str(part) for part in command], stdout=sys.stderr, env={**os.environ, **env})
+    started.append(process)
 
     def end():
         process.terminate()
@@ -69,9 +73,11 @@ def daemon(stack, command, **env):
 
 
 def wait_for(ready, timeout_s=30.0):
-    """Wait until ready() is true."""
+    """Wait until ready() is true, or a program that was started has ended."""
     deadline = time.monotonic() + timeout_s
     while not ready():
+        if any(process.poll() for process in started):
+            raise ChildProcessError("a program that it needs ended at once: its log says why")
         if time.monotonic() > deadline:
             raise TimeoutError("it was not ready in time")
         time.sleep(0.05)

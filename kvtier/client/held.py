@@ -6,7 +6,6 @@ The sync and the async client inherit these and add one line of I/O per verb.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
 from typing import cast
 
@@ -16,7 +15,8 @@ import numpy.typing as npt
 
 from kvtier import wire
 from kvtier.client.caches import OpenCache
-from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, copy_rows, copy_summed, rows
+from kvtier.client.copying import copy_rows
+from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, rows
 from kvtier.client.link import Call, Joined, Steps
 from kvtier.client.slots import Checks, Slots, Span
 from kvtier.identity import Slice
@@ -110,23 +110,19 @@ class HeldLease(Slots):
         if self.cache.groups[group].slots_per_item > 1:
             good = (self.read(group, first + at, row) for at, row in enumerate(out))
             return sum(1 for _ in itertools.takewhile(bool, good))
-        done = 0
+        spans, done = list[Span](), 0
         for span in self._spans(group, first, len(out)):
             if span.at != done:
                 break
-            copied = out[done : done + len(span.rows)]
-            rights = self._copied(group, first + done, span, copied)
-            done += rights
-            if rights < len(copied):
+            spans.append(span)
+            done += len(span.rows)
+        got = copy_rows([(out[s.at : s.at + len(s.rows)], s.rows) for s in spans], summed=True)
+        wants = (want for span in spans for want in span.sums.tolist())
+        for at, (each, want) in enumerate(zip(got, wants, strict=True)):
+            if each != want and not self._verified(each, want, group, first + at):
+                done = at
                 break
         return 0 if self.lost else done
-
-    def _copied(self, group: int, page: int, span: Span, out: Bytes) -> int:
-        """Copy a span's rows, and how many leading copies are right."""
-        if len(out) == 1:
-            return int(self._verified(copy_summed(out[0], span.rows[0]), int(span.sums[0]), group, page))
-        np.copyto(out, span.rows)
-        return self._rights(group, page, out, span.sums, range(len(out)))
 
     def views(self, group: int, first: int, pages: int) -> list[Bytes]:
         """Items of pages from `first` on in place: read-only rows [items, item_bytes] of those that lie together.
@@ -137,7 +133,7 @@ class HeldLease(Slots):
         if self.cache.groups[group].slots_per_item > 1:
             raise bad("group", "items of one slot; use read", group)
         out, done = [], 0
-        for span in self._spans(group, first, pages, sys.maxsize):
+        for span in self._spans(group, first, pages):
             if span.at != done:
                 break
             span.rows.flags.writeable = False
@@ -245,7 +241,7 @@ class HeldReservation(Slots):
         if not self.writes or self.lost or at < 0 or any(self._committed[at : at + pages]):
             return []
         self._note(group, first, [0] * min(pages, self.pages - at))
-        return [(span.at, span.rows) for span in self._spans(group, first, pages, sys.maxsize)]
+        return [(span.at, span.rows) for span in self._spans(group, first, pages)]
 
     def write(self, group: int, page: int, data: Data | Parts) -> bool:
         """Copy in an item: this process's slice of it, or the whole where it opened without slices.
@@ -282,10 +278,11 @@ class HeldReservation(Slots):
             for row, item in enumerate(data):
                 self.write(group, first + row, item)
         else:
-            for span in self._spans(group, first, len(data)):
-                part_of = data[span.at : span.at + len(span.rows)]
-                sums = copy_rows(span.rows, part_of, summed=summed)
-                self._note(group, first + span.at, sums)
+            spans = list(self._spans(group, first, len(data)))
+            sums = copy_rows([(s.rows, data[s.at : s.at + len(s.rows)]) for s in spans], summed=summed)
+            for span in spans:
+                self._note(group, first + span.at, sums[: len(span.rows)])
+                del sums[: len(span.rows)]
         return not self.lost
 
     def summed(self, group: int, first: int, sums: Sequence[int]) -> None:

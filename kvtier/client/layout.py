@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,6 @@ Bytes = npt.NDArray[np.uint8]
 Data = bytes | bytearray | memoryview | npt.NDArray[Any]
 Parts = list[Data] | tuple[Data, ...]
 """Several buffers in a row."""
-SPAN_BYTES: Final = 1 << 20
-"""Bytes copied at once before they are summed. From about here on memcpy writes past the caches, 1.6 times as fast."""
-NEAR_BYTES: Final = 128 << 10
-"""Bytes of small items copied at once before they are summed: they are in the second cache still."""
 
 
 def flat(data: Data, field: str = "data") -> Bytes:
@@ -115,34 +111,6 @@ def checksum(parts: list[Bytes]) -> int:
     for part in parts:
         digest.update(part.data)
     return digest.intdigest()
-
-
-def copy_summed(target: Bytes, source: Bytes) -> int:
-    """Copy a row of bytes, and the xxh3-64 of the copy; large ones piece by piece, each summed while it is near."""
-    if len(target) <= SPAN_BYTES:
-        np.copyto(target, source)
-        return xxhash.xxh3_64_intdigest(target.data)
-    digest = xxhash.xxh3_64()
-    for at in range(0, len(target), SPAN_BYTES):
-        piece = target[at : at + SPAN_BYTES]
-        np.copyto(piece, source[at : at + SPAN_BYTES])
-        digest.update(piece.data)
-    return digest.intdigest()
-
-
-def copy_rows(target: Bytes, source: Bytes, *, summed: bool) -> list[int]:
-    """Copy rows of bytes, and the xxh3-64 of each copy (0 where not `summed`): some at once, summed while near."""
-    if not summed:
-        np.copyto(target, source)
-        return [0] * len(target)
-    if target.shape[1] > NEAR_BYTES:
-        return [copy_summed(to, row) for to, row in zip(target, source, strict=True)]
-    step, sums = NEAR_BYTES // target.shape[1], []
-    for at in range(0, len(target), step):
-        part = target[at : at + step]
-        np.copyto(part, source[at : at + step])
-        sums += [xxhash.xxh3_64_intdigest(row) for row in part]
-    return sums
 
 
 def copy(targets: list[Bytes], sources: list[Bytes]) -> None:

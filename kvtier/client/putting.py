@@ -13,8 +13,10 @@ from kvtier.client.link import Away, Start, Steps, Ticket, Wait
 from kvtier.client.slots import Slots
 from kvtier.types import Kind, KvtierError, bad
 
-BATCH_BYTES: Final = 4 << 20
-"""Copied between two requests: long beside a round trip, short beside a prompt."""
+FIRST_BYTES: Final = 4 << 20
+"""Room that is waited for before anything is copied."""
+BATCH_BYTES: Final = 32 << 20
+"""Committed at once: long to copy beside what a request costs, short beside a prompt."""
 
 SLOW_BYTES_S: Final = 200e6
 """A copy that is slower than this counts as stuck."""
@@ -24,12 +26,14 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
     """How many leading rows of `data` are served when all is done; see Path.put."""
     cache = path.cache
     pages = _pages(cache, data)
-    step = max(1, BATCH_BYTES // sum(rows.shape[1] for rows in data))
+    width = sum(rows.shape[1] for rows in data)
+    step = max(2, BATCH_BYTES // width)
     commits: list[tuple[int, Ticket[wire.Committed]]] = []
     if not pages:
         return 0
-    joined, reply = yield from path._reserving(first, min(step, pages), (), wait_ms, device=False)  # noqa: SLF001 - one idea
-    at, asked = 0, min(step, pages)
+    asked = min(pages, max(2, FIRST_BYTES // width))
+    joined, reply = yield from path._reserving(first, asked, (), wait_ms, device=False)  # noqa: SLF001 - one idea
+    at = 0
     coming: Ticket[wire.Reserved] | None = None
     held = HeldReservation(cache, first, joined, reply)
     try:

@@ -13,7 +13,7 @@ from kvtier import wire
 from kvtier.client.arenas import runs
 from kvtier.client.caches import OpenCache
 from kvtier.client.device import Reached
-from kvtier.client.layout import SPAN_BYTES, Bytes, Item
+from kvtier.client.layout import Bytes, Item
 from kvtier.client.link import Away, Joined, Post, Steps
 from kvtier.types import Code, KvtierError, bad
 
@@ -194,22 +194,18 @@ class Slots:
             raise
         return Item(self.cache.spec.groups[group], slots), found[1]
 
-    def _spans(self, group: int, first: int, count: int, span_bytes: int = SPAN_BYTES) -> Iterator[Span]:
+    def _spans(self, group: int, first: int, count: int) -> Iterator[Span]:
         """Items of one slot that lie one after another, of pages [first, first + count); absent ones are in none."""
         joined, size = self._joined, self.cache.groups[group].slot_bytes
-        most = max(1, span_bytes // size)
         for table in self._tables.get(group, ()):
             lo, hi = max(first, table.first), min(first + count, table.first + len(table.offsets))
             offsets = table.offsets[lo - table.first : max(lo, hi) - table.first, 0]
             sums = table.sums[lo - table.first : max(lo, hi) - table.first]
             for at, address, length in runs(offsets, size):
-                for done in range(0, length, most):
-                    if joined is None or self.lost or self._ended:
-                        return
-                    block = joined.arenas.block(address + done * size, min(most, length - done), size)
-                    begin = at + done
-                    rows = block[:, : self.cache.groups[group].item_bytes]
-                    yield Span(lo - first + begin, rows, sums[begin : begin + len(rows)])
+                if joined is None or self.lost or self._ended:
+                    return
+                rows = joined.arenas.block(address, length, size)[:, : self.cache.groups[group].item_bytes]
+                yield Span(lo - first + at, rows, sums[at : at + length])
 
     @staticmethod
     def expect_rows(data: Bytes, field: str, width: int) -> None:

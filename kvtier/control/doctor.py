@@ -175,6 +175,15 @@ def running(call: Call) -> tuple[Finding, Data]:
     return _judge("daemon", not sick, found + "".join(sick), "look at its log", "fail"), data
 
 
+def tiers(data: Data) -> Iterator[Finding]:
+    """Memory in which engines read and write pages."""
+    found: Data = data.get("tiers", {})
+    if "host" in found and "device" not in found:
+        size = int(found["host"]["budget_bytes"])
+        advice = "host.bytes above 0: without it token caches are misses, and keyed ones are read through regions only"
+        yield _judge("host tier", size > 0, f"{size >> 20} MiB", advice)
+
+
 @click.command()
 @click.option("--disk", "folder", help="Folder of the disk tier  [the daemon's, else the configured one]")
 @verb
@@ -185,7 +194,7 @@ def doctor(call: Call, show: bool, folder: str | None) -> Data:
     proc, sys = Path("/proc"), Path("/sys")
     alive, data = running(call)
     pid = str(data.get("pid", "self"))
-    findings = [alive, *limits(proc, pid), *memory(proc, sys), cgroup(pid), *gpu(proc, Path("/dev"))]
+    findings = [alive, *tiers(data), *limits(proc, pid), *memory(proc, sys), cgroup(pid), *gpu(proc, Path("/dev"))]
     path = Path(folder or data.get("disk_path") or load().disk_path)
     engines = [str(one) for engine in data.get("instances", ()) for one in engine["pids"]]
     findings += [*spaces(proc, pid, engines), *ipc(Path("/dev/shm")), *disk(path, proc), *sockets(call.path)]  # noqa: S108 - looked at only

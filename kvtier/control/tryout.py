@@ -16,7 +16,7 @@ import click
 
 import kvtier
 from kvtier.control.call import Call, verb
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
 
 
 class Engine(NamedTuple):
@@ -29,6 +29,10 @@ class Engine(NamedTuple):
     """What it imports: a Python that has these needs no venv."""
     module: str
     line: str
+    weighs: str = "gigabytes, minutes"
+    """What installing it takes."""
+    builds: bool = False
+    """Whether it is compiled here."""
 
 
 VLLM_LINE: Final = """vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvtierConnector",
@@ -40,6 +44,7 @@ out = kv.generate(ids, max_new_tokens=40)"""
 LLAMACPP_LINE: Final = """import kvtier.engines.llamacpp
 llm = llama_cpp.Llama("model.gguf", n_ctx=8192)
 kv = kvtier.engines.llamacpp.attach(llm)"""
+COMPILERS: Final = ("c++", "g++", "clang++")
 CLIENT: Final = ("msgspec", "numpy", "xxhash")
 """What kvtier's client needs in an engine's environment."""
 
@@ -52,7 +57,13 @@ def engines() -> dict[str, Engine]:
     return {
         "vllm": Engine(vllm, unwanted, ("vllm",), "kvtier.engines.vllm.trial", VLLM_LINE),
         "llamacpp": Engine(
-            ("llama-cpp-python", "gguf", *CLIENT), (), ("llama_cpp", "gguf"), "kvtier.engines.llamatrial", LLAMACPP_LINE
+            ("llama-cpp-python==0.3.36", "gguf", *CLIENT),
+            (),
+            ("llama_cpp", "gguf"),
+            "kvtier.engines.llamatrial",
+            LLAMACPP_LINE,
+            "200 MB, and ten minutes to compile it the first time",
+            builds=True,
         ),
         "transformers": Engine(
             ("torch", "transformers>=5", *CLIENT),
@@ -103,7 +114,9 @@ def installed(engine: Engine, folder: Path, index: str | None) -> Path:
     python, done = folder / "bin" / "python", folder / ".installed"
     if done.exists():
         return python
-    click.echo(f"installing {' '.join(engine.packages)} in {folder}: gigabytes, minutes", err=True)
+    if engine.builds and not any(map(shutil.which, COMPILERS)):
+        raise bad("PATH", f"a C++ compiler ({', '.join(COMPILERS)}), which builds the engine")
+    click.echo(f"installing {' '.join(engine.packages)} in {folder}: {engine.weighs}", err=True)
     folder.mkdir(parents=True, exist_ok=True)
     pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     more = ["--extra-index-url", index] if index else []

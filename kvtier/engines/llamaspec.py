@@ -36,6 +36,9 @@ def refuse(llm: Any) -> None:
         raise bad("logits_all", "False: a prefix that is loaded has no logits")
     if getattr(llm, "chat_handler", None) is not None:
         raise bad("chat_handler", "None: token ids do not say which images there are")
+    for path in [*files(Path(llm.model_path)), *([Path(llm.lora_path)] if llm.lora_path else [])]:
+        if replaced(path):
+            raise bad("model_path", "the file that was loaded: another lies there now", str(path))
 
 
 def spec_of(llm: Any, form: Format, page_tokens: int, name: str, salt: bytes, *, exact: bool) -> CacheSpec:
@@ -68,6 +71,15 @@ def files(path: Path) -> list[Path]:
     """The files that a model's first one begins."""
     found = SPLIT.fullmatch(path.name)
     return sorted(path.parent.glob(f"{found[1]}-?????-of-?????.gguf")) if found else [path]
+
+
+def replaced(path: Path) -> bool:
+    """Whether this process has mapped another file than lies there now, whose digest would be taken for its own."""
+    name, here = str(path.resolve()), path.stat().st_ino
+    mapped = (line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(
+        len(parts) == 6 and parts[5].removesuffix(" (deleted)") == name and int(parts[4]) != here for parts in mapped
+    )
 
 
 def _long(llm: Any) -> bool:

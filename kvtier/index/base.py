@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy as np
 from kvtier.identity import CacheSpec, chain_keys
 from kvtier.index.check import checking
 from kvtier.index.copies import Copies, Dropped
-from kvtier.index.node import TIERS, Node, blank
+from kvtier.index.names import MASK, added
+from kvtier.index.node import LOCAL, TIERS, Node, blank, held_to
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY
 
@@ -115,21 +117,27 @@ class Index(Copies):
     def _kept(self, node: Node) -> int:
         """Leading pages to keep: through the last published page whose required items some tier holds."""
         keep = 0
-        present = np.full(node.pages, fill_value=bool(self.anchors))
+        there = [tier for tier in LOCAL if node.count[tier]]
+        if len(self.anchors) < 2 or not there:
+            for tier in there:
+                for group in self.anchors or range(self.groups):
+                    held = node.at[tier * self.groups + group]
+                    keep = keep if held is None else max(keep, held_to(held[: node.live]))
+            return keep
+        present = np.ones(node.pages, dtype=bool)
         for group in self.anchors:
             present &= node.present(group)
-        for group in () if self.anchors else range(self.groups):
-            present |= node.present(group)
         found = np.flatnonzero(present[: node.live])
-        if found.size:
-            keep = int(found[-1]) + 1
-        return keep
+        return int(found[-1]) + 1 if found.size else 0
 
     def _truncate(self, node: Node, keep: int) -> None:
         hole = blank(node.pages - keep).tobytes()
         assert all(held is None or held[keep:].tobytes() == hole for held in node.at), "truncated pages had copies"
         self.version += 1
         self.pages -= node.pages - keep
+        if node.name is not None:
+            gone = added(node.edge[keep * self.stride :], self.stride, node.depth + keep)
+            node.name = node.name - sum(gone) & MASK
         node.edge = node.edge[: keep * self.stride]
         node.pages = keep
         node.live = min(node.live, keep)
@@ -184,6 +192,26 @@ class Index(Copies):
             each.chain = chain_keys(before, each.edge, self.stride)
         assert node.chain is not None
         return node.chain
+
+    def name_of(self, node: Node) -> int:
+        """The name of a node's last page (for the root: its own)."""
+        missing: list[Node] = []
+        at = node
+        while (name := at.name) is None:
+            missing.append(at)
+            assert at.parent is not None
+            at = at.parent
+        for each in reversed(missing):
+            name = each.name = name + sum(added(each.edge, self.stride, each.depth)) & MASK
+        return name
+
+    def names(self, node: Node, lo: int, hi: int) -> list[int]:
+        """Names of pages [lo, hi) of a node."""
+        if lo + 1 == node.pages:
+            return [self.name_of(node)]
+        sums = list(accumulate(added(node.edge[lo * self.stride :], self.stride, node.depth + lo)))
+        before = self.name_of(node) - sums[-1]
+        return [before + each & MASK for each in sums[: hi - lo]]
 
     def path(self, node: Node) -> Iterator[Node]:
         """The nodes from just below the root to `node`."""

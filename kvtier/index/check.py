@@ -88,8 +88,9 @@ def _check_copies(index: Index, node: Node) -> list[str]:
         below = sum(1 for c in (node.children or {}).values() if c.count[tier] or c.below[tier])
         if (count, below) != (node.count[tier], node.below[tier]):
             wrong.append(f"{where}: tier {tier} counts {node.count[tier]}/{node.below[tier]}, has {count}/{below}")
-        queued = tier in index.orders and index.orders[tier].queued(node)
-        free = tier in index.orders and node.tier_leaf(tier) and not node.refs
+        order = index.orders.get(tier)
+        queued = order is not None and (order.late or order.queued(node))
+        free = order is not None and node.tier_leaf(tier) and not node.refs
         if free and not queued and (span := index.tail(node, tier))[0] < span[1]:
             wrong.append(f"{where}: free leaf of tier {tier} that eviction cannot find")
     return wrong

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.identity import CacheSpec
-from kvtier.index.node import LOCAL, TIERS, Node, blank
+from kvtier.index.node import LOCAL, TIERS, Node, blank, held_to
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY, RUN_PAGES, Kind, stretches
 
@@ -67,6 +67,7 @@ class Copies:
         """Copies per tier, those of doomed nodes included."""
         self.root = Node(None, b"", 0, 0, self.groups, 0.0)
         self.root.chain = root_chain
+        self.root.name = int.from_bytes(root_chain[:8], "little")
 
     # -- where copies are ------------------------------------------------------------------------------------
 
@@ -153,7 +154,9 @@ class Copies:
             held = node.at[tier * self.groups + group]
             if held is None:
                 continue
-            gone = array("q", [h for h in held[lo:hi] if h != NO_COPY])
+            gone = held[lo:hi]
+            if _HOLE in gone.tobytes():
+                gone = array("q", [h for h in gone if h != NO_COPY])
             if gone:
                 if self.watch is not None and group == self.anchors[0]:
                     self.watch.lost(self, node, tier, lo, hi)
@@ -180,6 +183,10 @@ class Copies:
                 out += self.drop(node, int(at), int(at) + 1, other)
         return out
 
+    def complete(self, node: Node, tiers: Iterable[int]) -> bool:
+        """Whether one of the tiers holds every item of a node."""
+        return any(node.count[tier] == node.pages * self.groups for tier in tiers)
+
     def _whole(self, node: Node, tiers: Sequence[int]) -> NDArray[np.bool_]:
         """Per page: whether `tiers` hold every anchor of it."""
         out = np.ones(node.pages, dtype=bool)
@@ -189,18 +196,18 @@ class Copies:
 
     def _gain(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
         """Account for new copies, and offer the leaf that they make."""
-        self._arrive(node, tier, lo, hi, copies)
+        self._arrive(node, tier, copies)
+        if (order := self.orders.get(tier)) is not None:
+            order.policy.gain(self, node, lo, hi, copies)
         if not node.below[tier]:
             self._offer_all(node)
 
-    def _arrive(self, node: Node, tier: int, lo: int, hi: int, copies: int) -> None:
+    def _arrive(self, node: Node, tier: int, copies: int) -> None:
         """Count new copies; the first in a subtree shows all the way up."""
         before = node.count[tier]
         node.count[tier] = before + copies
         self.copies[tier] += copies
         self.version += 1
-        if (order := self.orders.get(tier)) is not None:
-            order.policy.gain(self, node, lo, hi, copies)
         if node.below[tier] or before:
             return
         up = node.parent
@@ -259,7 +266,7 @@ class Copies:
         if node is self.root:
             return
         node.time = max(node.time, now)
-        node.over = False
+        node.over, node.squeezed = False, 0.0
         if self.heat is not None:
             self.heat.use(node, now)
         for order in self.orders.values():
@@ -290,11 +297,7 @@ class Copies:
         Empty where only this tier keeps a page that deeper pages in other tiers need; the leaf is offered again when
         those are gone.
         """
-        last = 0
-        for group in range(self.groups):
-            held = node.handles(tier, group)
-            if held is not None and (found := np.flatnonzero(held != NO_COPY)).size:
-                last = max(last, int(found[-1]) + 1)
+        last = max(map(held_to, node.at[tier * self.groups : (tier + 1) * self.groups]))
         first = max(0, last - most)
         if self.states and node.children is None:
             alive = self._alive(node)
@@ -304,7 +307,12 @@ class Copies:
 
     def _expendable(self, node: Node, tier: int, first: int, last: int) -> int:
         """The first page of [first, last) from which on nothing cached would lose its parent."""
-        lasting = self._whole(node, [t for t in LOCAL if t != tier])
+        others = [other for other in LOCAL if other != tier and node.count[other]]
+        if not self.anchors or self.complete(node, others):
+            return first
+        if not others:
+            return first if node.children is None else last
+        lasting = self._whole(node, others)
         found = np.flatnonzero(lasting)
         deepest = node.pages if node.children is not None else int(found[-1]) if found.size else 0
         missing = np.flatnonzero(~lasting[first : min(deepest, last)])

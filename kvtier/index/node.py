@@ -24,8 +24,8 @@ class Node:
     """
 
     __slots__ = (
-        "at", "below", "chain", "children", "count", "dead", "depth", "edge", "heat", "keep", "live", "notes", "over",
-        "pages", "parent", "queued", "refs", "sums", "time",
+        "at", "below", "chain", "children", "count", "dead", "depth", "edge", "heat", "keep", "live", "name", "notes",
+        "over", "pages", "parent", "queued", "refs", "squeezed", "sums", "time",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, depth: int, pages: int, groups: int, time: float) -> None:
@@ -46,6 +46,8 @@ class Node:
         """Byte per tier: the lane of that tier's order that has an entry of this node, plus one; 0 for none."""
         self.keep = 0.0
         """Until when it goes after all that nobody asked to keep."""
+        self.squeezed = 0.0
+        """Until when a flush leaves it alone: disk gave it up for want of room. A use takes that back."""
         self.over = False
         """Somebody said that nothing will come after it: it goes first."""
         self.heat: Any = None
@@ -60,6 +62,8 @@ class Node:
         """Children per tier whose subtrees hold copies there."""
         self.chain: bytes | None = None
         """Chain keys of the pages, 16 bytes each, once somebody asked."""
+        self.name: int | None = None
+        """Name of the last page, once somebody asked (see names)."""
 
     @property
     def end(self) -> int:
@@ -88,6 +92,11 @@ class Node:
 def blank(pages: int) -> array[int]:
     """Handles of `pages` pages with no copy."""
     return array("q", b"\xff" * (8 * pages))
+
+
+def held_to(held: array[int] | None) -> int:
+    """Pages up to the last that has a copy. No handle is negative, so that the last byte of none is that of NO_COPY."""
+    return 0 if held is None else -(-len(held.tobytes().rstrip(b"\xff")) // 8)
 
 
 def on_path(deep: Node, node: Node) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Sequence
+from itertools import compress
+from operator import is_not, ne, or_
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -54,6 +56,9 @@ class Ranking(Protocol):
     def gain(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """Copies of pages [lo, hi) arrived in the tier."""
 
+    def found(self, index: Any, node: Any, copies: int) -> None:
+        """Copies of all pages of a new node were in the tier already when the store started."""
+
     def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """Copies of pages [lo, hi) left the tier."""
 
@@ -92,11 +97,13 @@ class Order:
     somebody asked to keep for a while go after them, the first to run out first.
     """
 
-    __slots__ = ("_heads", "_last", "_shares", "_stale", "_tie", "policy", "tier")
+    __slots__ = ("_heads", "_last", "_shares", "_stale", "_tie", "late", "policy", "tier")
 
     def __init__(self, tier: int, policy: Ranking) -> None:
         self.tier = tier
         self.policy = policy
+        self.late = False
+        """Whether leaves may be missing: what a catalogue brings is queued once all of it is there."""
         self._shares: dict[int, list[list[Entry]]] = {0: self._lanes()}
         """By quota, 0 for what is under none: a heap for each lane."""
         self._heads: dict[int, Heads] = {}
@@ -227,13 +234,13 @@ class Order:
         """
         heads, times = self._heads.setdefault(share, ([None] * (self._last - 1), [0.0] * (self._last - 1)))
         checked = 0
-        for number, seen in enumerate(heads):
-            heap = heaps[number + 1]
-            head = heap[0][2] if heap else None
-            if head is not seen or (head is not None and (head.refs or head.time != times[number])):
-                heads[number] = head = self._head(heaps, share, number + 1, own)
-                times[number] = head.time if head is not None else 0.0
-                checked |= 1 << number
+        tops = [heap[0][2] if heap else None for heap in heaps[1:-1]]
+        seen = [0.0 if top is None else -1.0 if top.refs else top.time for top in tops]
+        changed = map(or_, map(is_not, tops, heads), map(ne, seen, times))
+        for number in compress(range(len(tops)), changed):
+            heads[number] = head = self._head(heaps, share, number + 1, own)
+            times[number] = head.time if head is not None else 0.0
+            checked |= 1 << number
         while any(heads):
             number = self.policy.pick(heads, now)
             if checked >> number & 1:

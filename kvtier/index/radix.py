@@ -288,9 +288,9 @@ class RadixIndex(Index):
         return node
 
     def adopt(self, parent: Node, edge: bytes, tier: int, handles: array[int], sums: Sequence[array[int]]) -> Node:
-        """A new published leaf under `parent` with copies of every item of its pages, never used.
+        """A new published leaf under `parent` with copies of every item of its pages, never used; eviction is not told.
 
-        `handles` are every group's, `sums` per group. The same as grow, put and publish, at a third of their cost.
+        `handles` are every group's, `sums` per group. The same as grow, put and publish, at a fraction of their cost.
         """
         node = self.grow(parent, edge, 0.0)
         node.live = pages = node.pages
@@ -301,8 +301,9 @@ class RadixIndex(Index):
             held[group] += pages
         if self.watch is not None:
             self.watch.stored(self, node, tier, 0, pages)
-        self._arrive(node, tier, 0, pages, pages * self.groups)
-        self._offer(node, tier)
+        self._arrive(node, tier, pages * self.groups)
+        if (order := self.orders.get(tier)) is not None:
+            order.policy.found(self, node, pages * self.groups)
         return node
 
     def publish(self, node: Node, through: int) -> None:

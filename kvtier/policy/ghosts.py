@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Final, Generic, TypeVar
 
-import numpy as np
-
 MOST: Final = 8192
 """Entries for as many pages as the tier holds; with more, one page in 2, 4, 8 ... is remembered, by its name."""
-FEW: Final = 8
-"""So few names are made faster without numpy."""
 M = TypeVar("M")
 
 
@@ -47,18 +43,8 @@ class Ghosts(Generic[M]):
 
     def _sampled(self, index: Any, node: Any, lo: int, hi: int) -> list[int]:
         """Names of the pages [lo, hi) of a node that the sample is to know."""
-        chain = index.chain_of(node)
-        if hi - lo == 1:
-            name = int.from_bytes(chain[16 * lo : 16 * lo + 8], "little")
-            return [] if name & self._mask else [name]
-        if hi - lo < FEW:
-            few = [int.from_bytes(chain[at : at + 8], "little") for at in range(16 * lo, 16 * hi, 16)]
-            return [name for name in few if not name & self._mask]
-        names = np.frombuffer(chain, "<u8")[2 * lo : 2 * hi : 2]
-        if self._mask:
-            names = names[names & np.uint64(self._mask) == 0]
-        found: list[int] = names.tolist()
-        return found
+        mask = self._mask
+        return [name for name in index.names(node, lo, hi) if not name & mask]
 
     def add(self, index: Any, node: Any, lo: int, hi: int, mark: M) -> list[M]:
         """Pages [lo, hi) of a node were evicted; returns the marks of those that are forgotten for them."""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from kvtier.policy.ages import EARLY, FADE, FAITH, STEPS, Waits
+from kvtier.policy.base import Policy
 from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.uses import Counting, Uses
 
@@ -146,6 +147,11 @@ class ByKind(Counting):
             self.learn()
             self._marks = []
 
+    def found(self, index: Any, node: Any, copies: int) -> None:
+        """Count them; a note is made when somebody asks."""
+        Policy.gain(self, index, node, 0, node.pages, copies)
+        self.clock += copies
+
     def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """What goes is waited for a while longer."""
         super().lose(index, node, lo, hi, copies)
@@ -201,7 +207,12 @@ class ByKind(Counting):
 
     def lane(self, node: Any) -> int:
         """Its kind; that page goes by itself, as a kind of its own."""
-        wait: Wait | None = self.uses(node).extra  # whatever stands in a lane has a note
+        uses = self.note(node)
+        if uses is None:  # it was found; whatever stands in a lane has a note
+            uses = Uses(self.clock, 1, 1)
+            uses.extra = Wait(self.kind(node, 1), 0.0, self.clock, 1, 1)
+            self.write(node, uses)
+        wait: Wait | None = uses.extra
         return 1 if wait is None else _TAIL if wait.tail else wait.kind
 
     def share(self, node: Any) -> int:

@@ -29,9 +29,9 @@ class Allowance:
         """Whether so many items more are within the cache's quota, after its rule's coldest pages went."""
         return not self._quotas.blocks(cache, cost_of(cache, needs), self._space.tier, self._evict)
 
-    def short(self, cache: Cache, needs: list[int]) -> Code:
-        """Why fewer slots came than were needed."""
-        over = self._quotas.over(cache, cost_of(cache, needs), self._space.tier)
+    def short(self, cache: Cache, groups: Sequence[int]) -> Code:
+        """Why fewer slots came than an item of each of these groups needs."""
+        over = self._quotas.over(cache, sum(cache.slot_cost(group) for group in groups), self._space.tier)
         return Code.OVER_CAP if over else Code.NO_SPACE
 
     def first(self, cache: Cache, groups: Sequence[int], *, now: bool) -> int:

@@ -25,6 +25,8 @@ class Places:
         """By the chain key of a stretch's last page, and of every page of those that were looked into."""
         self._inner: dict[int, list[tuple[bytes, Node]]] = {}
         """By the number of their first page: stretches that nobody has looked into yet."""
+        self.leaves: dict[Node, None] = {}
+        """What nothing goes on from so far, among the runs that were put in whole: eviction was not told of it."""
 
     def add(self, chains: bytes, node: Node, depth: int) -> None:
         """Pages from page number `depth` on are in, or above, `node`."""
@@ -92,6 +94,8 @@ def _graft_new(cache: Cache, run: Run, places: Places) -> bool:
     first = run.id << PAGE_BITS
     node = index.adopt(parent, run.keys, Tier.DISK, array("q", range(first, first + run.pages)), run.sums)
     node.chain = run.chains
+    places.leaves.pop(parent, None)
+    places.leaves[node] = None
     places.add(run.chains, node, run.depth)
     return True
 

@@ -141,6 +141,10 @@ class Instance:
         """(cache number, shard bit) -> the one of its replicas that writes: two would race, the slower into slots that
         were served and given away meanwhile."""
 
+    def has(self, pid: int) -> bool:
+        """Whether a process of that number is attached."""
+        return any(process.peer.pid == pid for process in self.processes)
+
     def charge(self, cost: int) -> None:
         """Count bytes against the cap; raises over_cap."""
         if self.held_bytes + cost > self.cap_bytes:

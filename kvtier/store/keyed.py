@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable
+from typing import NamedTuple
 
 from kvtier.index import Node
 from kvtier.store.cache import Cache
@@ -13,6 +14,16 @@ from kvtier.store.parts import Parts
 from kvtier.store.reserve import SETTLED, Reservation
 from kvtier.types import NO_COPY, Code, Presence, Tier, bad
 from kvtier.wire import MAX_ASKED, MAX_KEYS, Acquired, AcquireKeys, Existence, Exists, Items, Reserved, ReserveKeys
+
+
+class Rows(NamedTuple):
+    """Keys on their way into an engine's own memory."""
+
+    lease: Lease
+    nodes: list[Node | None]
+    """By key; None for one that is not there."""
+    away: list[Missing]
+    """What is to be brought to host first."""
 
 
 class Keys:
@@ -42,8 +53,13 @@ class Keys:
             return self._exist_later(process, cache, names, msg)
         return self._exist(process, cache, names, msg)
 
+    async def look_up(self, cache: Cache, names: list[bytes]) -> None:
+        """Index what disk has of these keys, while the catalogue loads."""
+        if self.parts.loading:
+            await self.parts.restore.keys(cache, [name[1:] for name in names])
+
     async def _exist_later(self, process: Process, cache: Cache, names: list[bytes], msg: Exists) -> Existence:
-        await self.parts.restore.keys(cache, [name[1:] for name in names])
+        await self.look_up(cache, names)
         return self._exist(process, cache, names, msg)
 
     def _exist(self, process: Process, cache: Cache, names: list[bytes], msg: Exists) -> Existence:
@@ -78,7 +94,7 @@ class Keys:
     async def _acquire_later(
         self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
     ) -> Acquired:
-        await self.parts.restore.keys(cache, [name[1:] for name in names])
+        await self.look_up(cache, names)
         reply = self._acquire(instance, cache, names, group, deadline)
         return reply if isinstance(reply, Acquired) else await reply
 
@@ -117,7 +133,7 @@ class Keys:
         return self._load(instance, cache, names, group, deadline)
 
     def hold(self, instance: Instance, cache: Cache, names: list[bytes], group: int) -> tuple[Lease, list[Node | None]]:
-        """Lease what is there of the keys, touching the deepest first so that the root is the warmest.
+        """Lease what is there of the keys.
 
         The leading ones where the cap does not allow all; raises over_cap where it allows none.
         """
@@ -134,13 +150,46 @@ class Keys:
                 nodes.append(None)
         cost = len(held) * each
         instance.charge(cost)
+        self._lease(instance, cache, names, held)
+        return Lease(cache, held, len(names), cost, group), nodes
+
+    def hold_rows(self, instance: Instance, cache: Cache, names: list[bytes], group: int) -> Rows:
+        """Lease what is there of the leading keys for a copy into an engine's own memory.
+
+        Only what is in host, and what the cap has room to bring there, counts against the cap: all else goes from disk
+        to its row. Ends before the first key that is in host alone and that the cap has no room for; raises over_cap
+        where that is the first of all.
+        """
+        each = cache.slot_cost(group) if self.parts.host.budget_bytes else 0
+        room = instance.room() // each if each else 0
+        nodes: list[Node | None] = []
+        here = 0
+        for name in names:
+            node = cache.keyed.find(name)
+            node = None if node is None or not node.live else node
+            if node is not None and cache.index.get(node, 0, Tier.HOST, group) != NO_COPY:
+                if here < room:
+                    here += 1
+                elif cache.index.get(node, 0, Tier.DISK, group) == NO_COPY:
+                    break
+            nodes.append(node)
+        if names and not nodes:
+            instance.charge(each)  # says that not even one is within the cap
+        away = self.missing(cache, nodes, group)[: room - here]
+        cost = (here + len(away)) * each
+        instance.charge(cost)
+        held = self._lease(instance, cache, names[: len(nodes)], [node for node in nodes if node is not None])
+        return Rows(Lease(cache, held, len(nodes), cost, group), nodes, away)
+
+    def _lease(self, instance: Instance, cache: Cache, names: list[bytes], held: list[Node]) -> list[Node]:
+        """Hold and use these nodes, the deepest first so that the root is the warmest."""
         instance.polls.used(cache.number, names)
         now = self.parts.now()
         for node in reversed(held):
             cache.index.use(node, now)
             cache.index.lease(node)
             now += 1e-9
-        return Lease(cache, held, len(names), cost, group), nodes
+        return held
 
     def drop(self, instance: Instance, lease: Lease) -> None:
         """Undo hold."""
@@ -183,35 +232,54 @@ class Keys:
     # -- reserve ---------------------------------------------------------------------------------------------------
 
     def reserve(self, process: Process, msg: ReserveKeys) -> Reserved | Awaitable[Reserved]:
-        """Slots for keys that are not there; waits only when room must be made."""
+        """Slots for keys that are not there; waits only when room must be made, or while the catalogue loads."""
         cache, names = self.names(process, msg.cache, msg.group, msg.keys)
         if not names:
             raise bad("keys", "at least one key")
         deadline = self.parts.deadline(msg.wait_ms)
+        if self.parts.loading:
+            return self._reserve_absent(process, cache, names, deadline)
+        return self._reserve(process, cache, names, deadline)
+
+    async def _reserve_absent(self, process: Process, cache: Cache, names: list[bytes], deadline: float) -> Reserved:
+        """The same once disk was asked: what it has is not computed, nor stored with other bytes, again."""
+        await self.look_up(cache, names)
+        reply = self._reserve(process, cache, names, deadline)
+        return reply if isinstance(reply, Reserved) else await reply
+
+    def _reserve(
+        self, process: Process, cache: Cache, names: list[bytes], deadline: float
+    ) -> Reserved | Awaitable[Reserved]:
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
         if not self.parts.host.budget_bytes:
             return Reserved(0, 0, refused=Code.NO_SPACE)
-        need = self.lack(process.instance, cache, names)
-        fits = self.parts.space.allowance.fits(
-            cache, [need * (group == msg.group) for group in range(cache.index.groups)]
-        )
-        got = cache.pool.alloc(msg.group, need) if fits else array("q")
+        need, mine = self.lack(process.instance, cache, names), names[0][0]
+        fits = self.parts.space.allowance.fits(cache, [need * (group == mine) for group in range(cache.index.groups)])
+        got = cache.pool.alloc(mine, need) if fits else array("q")
         if len(got) == need:
-            return self.fill(process, cache, names, msg.group, got, "")
-        cache.free_host(msg.group, got)
-        return self._reserve_later(process, cache, names, msg.group, deadline)
+            return self.fill(process, cache, names, mine, got, "")
+        cache.free_host(mine, got)
+        return self._reserve_later(process, cache, names, mine, deadline)
 
     async def _reserve_later(
         self, process: Process, cache: Cache, names: list[bytes], group: int, deadline: float
     ) -> Reserved:
-        needs = [0] * cache.index.groups
-        needs[group] = self.lack(process.instance, cache, names)
-        got = await self.parts.space.take(cache, needs, deadline)
+        got, short = await self.slots(process.instance, cache, names, deadline)
         if cache.retired or process.instance.gone:
-            self.parts.space.give_back(cache, got)
+            cache.free_host(group, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        return self.fill(process, cache, names, group, got[group], self.parts.space.allowance.short(cache, needs))
+        return self.fill(process, cache, names, group, got, short)
+
+    async def slots(
+        self, instance: Instance, cache: Cache, names: list[bytes], deadline: float
+    ) -> tuple[array[int], str]:
+        """Slots for the absent keys, or for as many as there is room for by the deadline, and why there are no more."""
+        space, group = self.parts.space, names[0][0]
+        wanted = [group] * self.lack(instance, cache, names)
+        got = await space.take_first(cache, wanted, deadline)
+        whole = len(got[group]) == len(wanted)
+        return got[group], "" if whole else space.allowance.short(cache, wanted)
 
     @staticmethod
     def lack(instance: Instance, cache: Cache, names: list[bytes]) -> int:

@@ -31,6 +31,7 @@ from kvtier.wire import MAX_NAME, Load, Loaded, Plane, Registered, RegisterKv, S
 MOST_PLANES = 4096
 MOST_REGIONS = 16
 MOST_BYTES = 1 << 48
+AGAIN_S = 0.1
 ELEMENTS = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 Words = npt.NDArray[np.int64]
 
@@ -133,9 +134,9 @@ class KvRegions:
             raise
         for old in same():
             self.drop_one(instance, old)
-        if instance.gone:
+        if not instance.has(owner):  # else nobody's end would unmap it
             await self._close(region)
-            raise KvtierError(Code.UNKNOWN, "the instance has ended", "instance")
+            raise KvtierError(Code.UNKNOWN, "the process has ended", "instance")
         number = next(self.parts.numbers)
         instance.kv[number] = region
         return Registered(number, mapped=True)
@@ -174,13 +175,17 @@ class KvRegions:
             await self._close(region)
 
     async def _close(self, region: KvRegion) -> None:
-        """Unmap. A sick device keeps it mapped: it may still write there."""
+        """Unmap, however long the device is busy. A sick one keeps it mapped: it may still write there."""
         vram = self.parts.vram
-        if vram is not None and not vram.carrier.sick:
+        while vram is not None and not vram.carrier.sick:
             try:
                 await vram.carrier.call(region.close, Urgency.BACKGROUND)
-            except KvtierError:
+            except KvtierError as exc:
+                if exc.code is Code.BUSY:
+                    await asyncio.sleep(AGAIN_S)
+                    continue
                 self.counts["kv_regions_not_unmapped"] += 1
+            return
 
     async def _move(self, region: KvRegion, job: Job, *, load: bool) -> None:
         """Have the device move pages, at most MOST_PAGES at once.

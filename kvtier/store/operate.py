@@ -9,8 +9,8 @@ from typing import Any
 from kvtier import wire
 from kvtier.index import Node
 from kvtier.store.cache import Cache
+from kvtier.store.flush import flush
 from kvtier.store.parts import Parts
-from kvtier.store.persist import flush_error
 from kvtier.store.prompts import cache_of, held, own, resolve
 from kvtier.store.slices import leaves, popped, sliced
 from kvtier.types import Code, KvtierError, Tier, bad
@@ -49,10 +49,8 @@ class Operate:
         deadline = self.parts.deadline(msg.wait_ms)
         prompt = await resolve(self.parts.caches, self.parts.requests, msg.of)
         cache = prompt.cache
-        if msg.tier == "host":
-            reason = await self.parts.persist.flush([cache], deadline)
-            if reason:
-                raise flush_error(reason)
+        if msg.tier == "host" and (failed := await flush(self.parts.persist, [cache], deadline)):
+            raise failed
         if msg.tier == "all":
             pages, kept = await self._cut(cache, own(prompt))
         else:

@@ -174,13 +174,19 @@ class Parts:
         self.prune()
 
     def prune(self) -> None:
-        """Forget caches that hold nothing and that nobody has open (not while the catalogue may yet fill them)."""
+        """Forget caches that hold nothing and that nobody has open (not while the catalogue may yet fill them).
+
+        Their records on disk go, too. Epochs are kept apart there, and stay: an old one must never be served again.
+        """
         if self.loading:
             return
         used = {number for i in self.instances.values() for number in i.in_use(self.caches)}
         for cache in [c for c in self.caches.values() if c.number not in used]:
             index = cache.index
-            if not (index.nodes or index.doomed or index.root.refs or cache.reservations):
+            coming = self.ways.quotas.writing[cache]
+            if not (index.nodes or index.doomed or index.root.refs or cache.reservations or coming):
+                if cache.disk is not None and self.disk is not None:
+                    self.disk.drop_cache(cache.disk)
                 self.ways.quotas.leave(cache)
                 del self.caches[cache.number], self.ids[cache.id]
                 del self.space.caches[index], self.persist.caches[index]

@@ -9,27 +9,27 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kvtier.index import ANY, Node, Order
 from kvtier.index.node import on_path
 from kvtier.store.cache import Cache
-from kvtier.store.entries import GONE, Entry, Failures, settled
+from kvtier.store.entries import GONE, Entry, Failures
 from kvtier.store.evictions import Evictions
-from kvtier.store.runs import names_of, unsaved_runs, within_reach
+from kvtier.store.runs import names_of, within_reach
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.ledger import PAGE_BITS
 from kvtier.tiers.records import Item
-from kvtier.types import NO_COPY, RUN_PAGES, Code, KvtierError, Tier
+from kvtier.types import NO_COPY, RUN_PAGES, Code, Tier
 
 log = logging.getLogger("kvtier.persist")
 MAX_QUEUED_PAGES = 1 << 20
-LATE = "the deadline came before the disk"
-NO_ROOM = "no room on disk"
 FULL_S = 1.0
 """So long after it gave something up for new pages, or could not, disk is taken for full."""
+AGAIN_S = 60.0
+"""So long a flush leaves alone what disk gave up for want of room."""
 PUMP_S = 1e-3
 MOST_OWN = 4 << 20
 """Bytes that a cache over its quota gives up at once, before others have their turn."""
@@ -37,8 +37,6 @@ MOST_RUN = 64 << 20
 """Bytes of a run, however large its pages are, and ..."""
 RUN_PARTS = 8
 """... so many runs fit on disk, and in a quota: room for one is made without giving up much. A page is always one."""
-SLICE = 64
-"""Nodes looked at before other work on the loop has its turn: about a millisecond."""
 
 
 class Persist:
@@ -66,6 +64,8 @@ class Persist:
         """Whether pump is about to run."""
         self._stuck_until = self._full_until = self._given_up = 0.0
         self._failures = Failures()
+        self._room_then: dict[int, int] = {}
+        """By share, or ANY: see gained."""
 
     @property
     def there(self) -> bool:
@@ -129,46 +129,20 @@ class Persist:
             return False
         return True
 
-    async def flush(self, caches: Iterable[Cache], deadline: float) -> str:
-        """Write what only host holds and wait for it; '' when all that was there is durable, else why not."""
-        if self.disk is None:
-            return "there is no disk tier"
-        wanted = set(caches)
-        if not await settled([e for e in self.pending if e.cache in wanted], deadline):
-            return LATE
-        before = set(self.pending)
-        for cache in wanted:
-            async for node, lo, hi in self._unsaved(cache):
-                self.offer(cache, node, node.depth + lo, node.depth + hi)
-        again = [e for e in self.pending if e.cache in wanted and e not in before]
-        if not await settled(again, deadline):
-            return LATE
-        failed = [e.failed for e in again if e.failed not in {"", GONE}]
-        if failed:
-            return failed[0]
-        for cache in wanted:
-            async for _ in self._unsaved(cache):
-                return self.disk.sick or NO_ROOM
-        return ""
+    def gave_up(self, node: Node) -> bool:
+        """Whether disk gave pages of the node up for want of room, not long ago and not before it was last used."""
+        return asyncio.get_running_loop().time() < node.squeezed
 
-    async def _unsaved(self, cache: Cache) -> AsyncIterator[tuple[Node, int, int]]:
-        """Published pages [lo, hi) of a node that only host holds and that are not on their way, parents first."""
-        for seen, node in enumerate(cache.index.walk()):
-            if not node.dead and not cache.retired:
-                for lo, hi in unsaved_runs(cache, node):
-                    if not self._all_coming(cache, node, node.depth + lo, node.depth + hi):
-                        yield node, lo, hi
-            if seen % SLICE == SLICE - 1:
-                await asyncio.sleep(0)
+    def gained(self, share: int) -> int:
+        """Bytes of room that disk (ANY), or a quota, has more than when something was last given up for want of it."""
+        return self._room(share) - self._room_then.get(share, 0)
 
-    def _all_coming(self, cache: Cache, node: Node, first: int, end: int) -> bool:
-        """Whether all of the pages are on their way."""
-        while first < end:
-            entry = self.coming(cache, node, first)
-            if entry is None:
-                return False
-            first = entry.end
-        return True
+    def _room(self, share: int) -> int:
+        """Bytes that disk (ANY), or a quota, has left."""
+        assert self.disk is not None
+        if share == ANY:
+            return self.disk.free_bytes + self.disk.freeing_bytes
+        return self.ways.quotas.room(share, Tier.DISK)
 
     # -- the way to disk -----------------------------------------------------------------------------------------
 
@@ -216,6 +190,8 @@ class Persist:
         ):
             entry.failed = "the page before is not on disk"
             return True
+        if self.order.late:  # until what may go is known; the end of loading pumps
+            return False
         self._gave_way = False
         if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self._evict_own):
             return self._over(entry)
@@ -387,11 +363,8 @@ class Persist:
             pages += hi - lo
             index.settle(node)
             index.requeue(node, Tier.DISK)
-            self._full_until = asyncio.get_running_loop().time() + FULL_S
+            now = asyncio.get_running_loop().time()
+            self._full_until, node.squeezed = now + FULL_S, now + AGAIN_S
+        self._room_then[share] = self._room(share)
         self.evictions.batch(Tier.DISK, pages)
         return freed > 0
-
-
-def flush_error(reason: str) -> KvtierError:
-    """The error of a flush that could not make everything durable."""
-    return KvtierError(Code.NO_SPACE if reason in {Code.NO_SPACE, NO_ROOM} else Code.IO, reason)

@@ -100,6 +100,11 @@ class Quotas:
             if not self._coming[cache, tier]:
                 del self._coming[cache, tier]
 
+    def room(self, share: int, tier: int) -> int:
+        """Bytes of a tier that a rule leaves; less than 0 where more is held, all there is where it has no limit."""
+        limit = self.rules[share - 1].limits.get(tier) if 0 < share <= len(self.rules) else None
+        return 1 << 62 if limit is None else limit - self.held(share, tier)
+
     def over(self, cache: Cache, nbytes: int, tier: int) -> int:
         """Bytes that must go before a cache may have `nbytes` more of a tier."""
         limit = self.limit(cache, tier)

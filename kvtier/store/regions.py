@@ -13,7 +13,7 @@ from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.instance import Instance, Lease, Process
-from kvtier.store.keyed import Keys, host_items
+from kvtier.store.keyed import Keys, Rows, host_items
 from kvtier.store.kvregions import KvRegions
 from kvtier.store.loads import Missing
 from kvtier.store.parts import Parts
@@ -58,9 +58,7 @@ class Regions:
             raise KvtierError(Code.OVER_CAP, "an instance registers at most 64 regions")
         region = Region(fd, msg.offset, msg.stride, msg.rows, msg.name, owner)
         for old in same:
-            replaced = instance.regions.pop(old)
-            if old not in self.running:  # else the last transfer closes it
-                replaced.close()
+            self._let_go(instance, old)
         number = next(self.parts.numbers)
         instance.regions[number] = region
         return Registered(number, region.mapped)
@@ -79,10 +77,22 @@ class Regions:
         return Ok()
 
     def drop(self, instance: Instance, before: int) -> None:
-        """Close regions with lower numbers: nobody uses them any more, but for transfers that are draining."""
+        """Let go of regions with lower numbers: their processes are gone."""
         self.kv.drop(instance, before)
-        for number in [number for number in instance.regions if number < before and number not in self.running]:
-            instance.regions.pop(number).close()
+        for number in [number for number in instance.regions if number < before]:
+            self._let_go(instance, number)
+
+    def owner_gone(self, instance: Instance, pid: int) -> None:
+        """A process of the instance has ended, while others have not: let go of what it had registered."""
+        self.kv.owner_gone(instance, pid)
+        for number in [number for number, region in instance.regions.items() if region.owner == pid]:
+            self._let_go(instance, number)
+
+    def _let_go(self, instance: Instance, number: int) -> None:
+        """Nothing new moves there; the last transfer that runs on it closes it."""
+        region = instance.regions.pop(number)
+        if number not in self.running:
+            region.close()
 
     def _region(self, process: Process, number: int) -> Region:
         region = process.instance.regions.get(number)
@@ -116,8 +126,6 @@ class Regions:
             self.running[number] -= 1
             if not self.running[number]:
                 del self.running[number]
-                if process.instance.gone:
-                    process.instance.regions.pop(number, None)
                 if number not in process.instance.regions:
                     region.close()
 
@@ -141,7 +149,9 @@ class Regions:
                 away = self.parts.loads.missing(lease.cache, lease.nodes[0], [(msg.group, msg.first, len(rows))])
                 await self.parts.loads.bring(lease.cache, away, self.parts.deadline(msg.wait_ms))
             source = self._leased(lease, msg, len(rows))
-            return Loaded(bytes(await self._copy_out(process, msg, source, rows)))
+            done, wrong = await self._copy_out(process, msg, source, rows)
+            self._lose(source, msg.group, [(lease.nodes[0], msg.first + at, at) for at in wrong])
+            return Loaded(bytes(done))
         finally:
             self.keys.drop(process.instance, Lease(lease.cache, lease.nodes, lease.pages, 0))
 
@@ -151,16 +161,32 @@ class Regions:
         rows = self._rows(process, msg, cache)
         if len(rows) != len(names):
             raise bad("rows", f"one row per key ({len(names)})", len(rows))
-        held, nodes = self.keys.hold(process.instance, cache, names, msg.group)
-        try:
-            await self.parts.loads.bring(cache, self.keys.missing(cache, nodes, msg.group), deadline)
-            done = await self._copy_out(
-                process, msg, Source(cache, *map(list, host_items(cache, nodes, msg.group))), rows
-            )
-            await self._fetch(process, msg, cache, nodes, rows, done)
-        finally:
-            self.keys.drop(process.instance, held)
-        return Loaded(bytes(done))
+        await self.keys.look_up(cache, names)
+        done = bytearray()
+        while len(done) < len(names):
+            first = len(done)
+            try:
+                held = self.keys.hold_rows(process.instance, cache, names[first:], msg.group)
+            except KvtierError:
+                if not first:
+                    raise
+                break  # others of the instance hold what it may
+            try:
+                done += await self._load_held(process, msg, held, rows[first : first + len(held.nodes)], deadline)
+            finally:
+                self.keys.drop(process.instance, held.lease)
+        return Loaded(bytes(done).ljust(len(names), b"\0"))
+
+    async def _load_held(self, process: Process, msg: Load, held: Rows, rows: list[int], deadline: float) -> bytearray:
+        """The same of leading keys that are held."""
+        cache, nodes, group = held.lease.cache, held.nodes, msg.group
+        await self.parts.loads.bring(cache, held.away, deadline)
+        late = {m.node for m in held.away if (m.tier, m.handle, group) in self.parts.loads.moving}
+        source = Source(cache, *map(list, host_items(cache, nodes, group)))
+        done, wrong = await self._copy_out(process, msg, source, rows)
+        self._lose(source, group, [(node, 0, at) for at in wrong if (node := nodes[at]) is not None])
+        await self._fetch(process, msg, cache, [None if node in late else node for node in nodes], rows, done)
+        return done
 
     @staticmethod
     def _within(lease: Lease, msg: Load, count: int) -> None:
@@ -176,8 +202,10 @@ class Regions:
         sums = cache.gather_sums(lease.nodes[0], msg.group, msg.first, count)
         return Source(cache, list(handles), list(sums))
 
-    async def _copy_out(self, process: Process, msg: Load, source: Source, rows: list[int]) -> bytearray:
-        """Copy what host has; returns a byte per row, 1 where it was done."""
+    async def _copy_out(
+        self, process: Process, msg: Load, source: Source, rows: list[int]
+    ) -> tuple[bytearray, list[int]]:
+        """Copy what host has; returns a byte per row, 1 where it was done, and where host's bytes were wrong."""
         done = bytearray(len(rows))
         plan = [
             (at, Piece(row, source.cache.views(msg.group, source.handles[at]), source.sums[at]))
@@ -194,19 +222,25 @@ class Regions:
             if result.error:
                 self.parts.counts[f"region_load_{result.error}"] += 1
         self.parts.counts["bytes_host_to_region"] += sum(done) * source.cache.item_bytes[msg.group]
-        return done
+        return done, [at for (at, _), result in zip(plan, moved, strict=True) if result.error == "checksum"]
+
+    def _lose(self, source: Source, group: int, wrong: list[tuple[Node, int, int]]) -> None:
+        """Drop host's copies that are not what was stored: (node, page, row)."""
+        for node, page, at in wrong:
+            lost = Missing(node, group, page, Tier.HOST, source.handles[at], source.sums[at])
+            self.parts.loads.lose(source.cache, lost, "checksum")
 
     async def _fetch(
         self, process: Process, msg: Load, cache: Cache, nodes: list[Node | None], rows: list[int], done: bytearray
     ) -> None:
-        """Read what is on disk, not in host and on its way to nowhere, into the rows that are not `done`."""
-        disk, loads, group = self.parts.disk, self.parts.loads, msg.group
+        """Read what is on disk and not in host into the rows that are not `done`."""
+        disk, group = self.parts.disk, msg.group
         plan: dict[int, Missing] = {}
         for at, (row, node) in enumerate(zip(rows, nodes, strict=True)):
-            if row >= 0 and not done[at] and node is not None and not node.dead:
-                found = loads.missing(cache, node, [(group, 0, 1)])
-                if found and found[0].tier == Tier.DISK and (Tier.DISK, found[0].handle, group) not in loads.moving:
-                    plan[at] = found[0]
+            if row >= 0 and not done[at] and node is not None and not cache.gone(node):
+                handle, sums = cache.index.get(node, 0, Tier.DISK, group), node.sums[group]
+                if handle != NO_COPY and sums is not None:
+                    plan[at] = Missing(node, group, 0, Tier.DISK, handle, sums[0])
         if disk is None or not plan:
             return
         size, pieces = cache.item_bytes[group], [Fetch(rows[at], m.handle) for at, m in plan.items()]
@@ -217,7 +251,7 @@ class Regions:
         for (at, missing), result in zip(plan.items(), await self._move(process, msg.region, work), strict=True):
             done[at] = not result.error
             if result.error:
-                loads.lose(cache, missing, result.error)
+                self.parts.loads.lose(cache, missing, result.error)
             self.parts.counts["bytes_disk_to_region"] += size * done[at]
 
     async def _read(self, process: Process, number: int, pieces: list[Piece]) -> list[Moved]:
@@ -237,13 +271,12 @@ class Regions:
         if len(rows) != len(names) or not rows or min(rows) < 0:
             raise bad("rows", f"one row per key ({len(names)})", len(rows))
         _check_whole(process, cache)
-        needs = [0] * cache.index.groups
-        needs[msg.group] = self.keys.lack(process.instance, cache, names)
-        got = await self.parts.space.take(cache, needs, self.parts.deadline(msg.wait_ms))
+        await self.keys.look_up(cache, names)
+        got, short = await self.keys.slots(process.instance, cache, names, self.parts.deadline(msg.wait_ms))
         if cache.retired or process.instance.gone:
-            self.parts.space.give_back(cache, got)
+            cache.free_host(msg.group, got)
             return Stored(bytes(len(rows)), Code.UNKNOWN)
-        reply = self.keys.fill(process, cache, names, msg.group, got[msg.group], Code.NO_SPACE)
+        reply = self.keys.fill(process, cache, names, msg.group, got, short)
         done = bytearray(b"\1" * reply.pages + bytes(len(rows) - reply.pages))
         res = process.instance.reservations.get(reply.reservation)
         if res is not None:

@@ -53,13 +53,15 @@ class Reserving:
         if space is None or not space.memory.budget_bytes:
             return Reserved(0, 0, refused=Code.NO_SPACE)
         ask = Ask(process, path, msg, wanted, space)
-        needs = self._needs(ask)
+        lack = self._needs(ask)
+        needs = [int(mask.sum()) for mask in lack]
         if space.allowance.fits(cache, needs):
             got = [cache.pools[space.tier].alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
             if all(len(have) == n for have, n in zip(got, needs, strict=True)):
                 return self._fill(ask, got, "")
             space.give_back(cache, got)
-        return self._reserve_later(ask, needs, deadline)
+        groups: list[int] = np.nonzero(np.stack(lack, axis=1))[1].tolist()  # page by page
+        return self._reserve_later(ask, groups, deadline)
 
     def _space(self, process: Process, cache: Cache, *, device: bool) -> Space | None:
         """Where the slots come from; None where there is no such tier (any more) for this cache. Raises bad_request."""
@@ -71,24 +73,25 @@ class Reserving:
         ready = vram is not None and vram.state == "ready" and Tier.DEVICE in cache.pools
         return vram.space if vram is not None and ready else None
 
-    async def _reserve_later(self, ask: Ask, needs: list[int], deadline: float) -> Reserved:
+    async def _reserve_later(self, ask: Ask, groups: list[int], deadline: float) -> Reserved:
         cache, space = ask.path.cache, ask.space
-        got = await space.take(cache, needs, deadline)
+        got = await space.take_first(cache, groups, deadline)
         if cache.retired or ask.process.instance.gone:
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
         if self._space(ask.process, cache, device=ask.msg.device) is not space:  # the device failed meanwhile
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.NO_SPACE)
-        return self._fill(ask, got, space.allowance.short(cache, needs))
+        whole = sum(map(len, got)) == len(groups)
+        return self._fill(ask, got, "" if whole else space.allowance.short(cache, groups))
 
-    def _needs(self, ask: Ask) -> list[int]:
-        """Items per group to allocate: what is wanted, not there yet, and within the instance's cap."""
+    def _needs(self, ask: Ask) -> list[Mask]:
+        """Items to allocate, per group and page: what is wanted, not there yet, and within the instance's cap."""
         cache = ask.path.cache
         lack = self._lacking(cache, ask.path.keys, ask.msg.start, ask.wanted)
         cost = sum(m.astype(np.int64) * cache.slot_cost(g) for g, m in enumerate(lack))
         fits = int(np.searchsorted(np.cumsum(cost), ask.process.instance.room(ask.space.tier), side="right"))
-        return [int(m[:fits].sum()) for m in lack]
+        return [mask[:fits] for mask in lack]
 
     @staticmethod
     def _lacking(cache: Cache, keys: bytes, start: int, wanted: list[Mask]) -> list[Mask]:
@@ -121,7 +124,7 @@ class Reserving:
         for group, mask in enumerate(lack):
             covered = int(np.searchsorted(np.cumsum(mask), len(got[group]), side="right"))
             if covered < granted:
-                granted, refused = covered, short
+                granted, refused = covered, short or str(Code.NO_SPACE)
         handles = []
         for group, mask in enumerate(lack):
             row = np.full(granted, NO_COPY, np.int64)

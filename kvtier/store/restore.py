@@ -45,6 +45,7 @@ class Restore:
         disk = self.parts.disk
         if disk is None:
             return
+        self.parts.persist.order.late = True
         owners = self._caches(disk)
         self.parts.warmth.load()
         async for run in sliced(disk.load(), slice_s=SLICE_S):
@@ -54,15 +55,12 @@ class Restore:
             else:
                 self._graft(owner, run)
         self._graft_late()
+        await self._queue(owners)
         self._places.clear()
         self._sought.clear()
         self.parts.warmth.forget()
         self.parts.loading = False
         self.parts.persist.pump()
-        for cache in owners.values():
-            if cache.disk is not None and not cache.index.nodes:
-                disk.drop_cache(cache.disk)
-                cache.disk = None
         self.parts.prune()
 
     def _caches(self, disk: DiskTier) -> dict[int, Cache]:
@@ -94,6 +92,14 @@ class Restore:
             self._refuse(part.run, refused)
             if rest is not None:
                 late.append(rest)
+
+    async def _queue(self, owners: dict[int, Cache]) -> None:
+        """Let eviction find what was indexed; had it been told run by run, nearly all would be no leaf any more."""
+        for number, places in self._places.items():
+            index = owners[number].index
+            async for node in sliced(places.leaves, slice_s=SLICE_S):
+                index.requeue(node, Tier.DISK)
+        self.parts.persist.order.late = False
 
     def _refuse(self, run: Run, pages: list[int]) -> None:
         """Free pages of a run that the index has no place for."""

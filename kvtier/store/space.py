@@ -112,6 +112,7 @@ class Space:
     async def take_first(self, cache: Cache, groups: Sequence[int], deadline: float) -> list[array[int]]:
         """Slots for one item of each of these groups; where the quota has no room for all, for the first of them."""
         allowed = self.allowance.first(cache, groups, now=False)
+        self.counts["refused_quota"] += allowed < len(groups)
         got = await self.take(cache, _needs(cache, groups[:allowed]), deadline)
         if not any(got) and (less := self.allowance.first(cache, groups, now=True)) < allowed:
             got = await self.take(cache, _needs(cache, groups[:less]), deadline)
@@ -228,14 +229,20 @@ class Space:
         return self._alone_from(index, node, lo, hi, self.saved, groups)
 
     def _alone_from(
-        self, index: Index, node: Node, lo: int, hi: int, others: tuple[Tier, ...], groups: Iterable[int] = ()
+        self, index: Index, node: Node, lo: int, hi: int, others: Sequence[Tier], groups: Iterable[int] = ()
     ) -> int:
         """First page of [lo, hi) with an item that is here and in none of the others; hi when there is none."""
+        others = [tier for tier in others if node.count[tier]]
+        if lo == hi or index.complete(node, others):
+            return hi
         first = hi
         for group in groups or range(index.groups):
-            here = node.handles(self.tier, group)
-            if here is None:
+            held = node.at[self.tier * index.groups + group]
+            if held is None:
                 continue
+            if not others and held[lo] != NO_COPY:
+                return lo
+            here = np.array(held, dtype=np.int64)
             only = (here != NO_COPY) & ~node.present(group, others)
             if only[lo:hi].any():
                 first = min(first, lo + int(only[lo:hi].argmax()))

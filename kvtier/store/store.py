@@ -19,6 +19,7 @@ from kvtier.store.checkup import Checkup
 from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
 from kvtier.store.exports import Exports
+from kvtier.store.flush import flush, make_durable
 from kvtier.store.hints import Hints
 from kvtier.store.imports import Imports
 from kvtier.store.instance import Instance, Process
@@ -27,7 +28,6 @@ from kvtier.store.operate import Operate
 from kvtier.store.ordering import Ordering
 from kvtier.store.parts import Parts
 from kvtier.store.peers import Peers
-from kvtier.store.persist import flush_error
 from kvtier.store.pins import Pins
 from kvtier.store.regions import Regions
 from kvtier.store.report import Report
@@ -36,7 +36,7 @@ from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.upkeep import Upkeep
 from kvtier.store.visits import Visits
-from kvtier.store.vram import DeviceMemory
+from kvtier.store.vram import DeviceMemory, Vram
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -207,6 +207,13 @@ class Store:
         full = f"uid:{peer.uid}" + (f":{scope}" if scope else "")
         return self.parts.instances.get((full, name)) or Instance(name, full, self.cap_bytes, self.device_cap)
 
+    def _attached(self, msg: wire.Register | wire.RegisterKv, peer: Any) -> Instance:
+        """The instance that a process belongs to, whose end frees what it registers; raises unknown."""
+        instance = self._instance(msg.instance, msg.scope, peer)
+        if not instance.has(peer.pid):
+            raise KvtierError(Code.UNKNOWN, f"not attached to instance {msg.instance}: send hello first", "instance")
+        return instance
+
     def leave(self, process: Process, clean: bool) -> None:
         """Its connection closed: with Bye it is gone at once, else when its pidfd says so."""
         process.left = True
@@ -231,7 +238,7 @@ class Store:
             self._return(instance, min(other.born for other in instance.processes))
         self.commits.process_gone(process)
         if all(other.peer.pid != process.peer.pid for other in instance.processes):
-            self.regions.kv.owner_gone(instance, process.peer.pid)
+            self.regions.owner_gone(instance, process.peer.pid)
 
     def unheard(self, process: Process, numbers: list[int]) -> None:
         """What was given in replies that never came: nobody knows of it, so it returns."""
@@ -251,17 +258,13 @@ class Store:
         self.regions.drop(instance, before)
 
     def register(self, msg: wire.Register, fd: int, peer: Any) -> wire.Registered:
-        """A process of an attached instance shares memory of its own."""
-        instance = self._instance(msg.instance, msg.scope, peer)
-        if not instance.processes:
-            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        """An attached process shares memory of its own."""
+        instance = self._attached(msg, peer)
         return self.regions.register(instance, msg, fd, peer.pid)
 
     async def register_kv(self, msg: wire.RegisterKv, fds: Sequence[int], peer: Any) -> wire.Registered:
-        """A process of an attached instance shares its own paged KV in device memory."""
-        instance = self._instance(msg.instance, msg.scope, peer)
-        if not instance.processes:
-            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
+        """An attached process shares its own paged KV in device memory."""
+        instance = self._attached(msg, peer)
         return await self.regions.kv.register(instance, msg, fds, peer.pid)
 
     async def map_device(self, msg: wire.MapDevice, peer: Any) -> tuple[wire.DeviceMapped, int]:
@@ -269,15 +272,17 @@ class Store:
         instance = self._instance(msg.instance, msg.scope, peer)
         if not instance.processes:
             raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
-        if self.parts.vram is None:
-            raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
-        return await self.parts.vram.map(instance.scope)
+        return await self._device().map(instance.scope)
 
     def use_device(self, process: Process, msg: wire.UseDevice) -> wire.Ok:
         """A process shows that it maps the device's memory."""
+        return self._device().use(process, msg)
+
+    def _device(self) -> Vram:
+        """The device tier; raises unknown."""
         if self.parts.vram is None:
             raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
-        return self.parts.vram.use(process, msg)
+        return self.parts.vram
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
@@ -298,7 +303,7 @@ class Store:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await self.parts.vram.settle(list(self.parts.caches.values()))
-            await self.parts.persist.flush(list(self.parts.caches.values()), deadline)
+            await flush(self.parts.persist, list(self.parts.caches.values()), deadline)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.parts.warmth.save()
@@ -373,20 +378,11 @@ class Store:
     async def flush(self, process: Process, msg: wire.Flush) -> wire.Ok:
         """Wait until what was committed is durable; raises no_space or io where it is not."""
         numbers = [self.parts.opened(process, msg.cache).number] if msg.cache else process.ranks
-        return await self._flush([self.parts.caches[number] for number in numbers], msg.wait_ms)
+        return await make_durable(self.parts, [self.parts.caches[number] for number in numbers], msg.wait_ms)
 
     async def flush_all(self, msg: wire.Flush) -> wire.Ok:
         """The same for every cache."""
-        return await self._flush(list(self.parts.caches.values()), msg.wait_ms)
-
-    async def _flush(self, caches: list[Cache], wait_ms: int) -> wire.Ok:
-        deadline = self.parts.deadline(wait_ms)
-        if self.parts.vram is not None and (late := await self.parts.vram.flush(caches, deadline)):
-            raise KvtierError(Code.NO_SPACE, late)
-        reason = await self.parts.persist.flush([c for c in caches if not c.retired], deadline)
-        if reason:
-            raise flush_error(reason)
-        return wire.Ok()
+        return await make_durable(self.parts, list(self.parts.caches.values()), msg.wait_ms)
 
 
 def _resolve(done: asyncio.Future[None], error: str) -> None:

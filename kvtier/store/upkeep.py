@@ -151,6 +151,8 @@ class Upkeep:
             raise bad("cache", "a cache, or a scope, an adapter or a salt")
         caches = [cache_of(self.parts.caches, msg.cache)] if msg.cache else self._fitting(msg)
         done = await self.operate.empty(caches)
+        if self.parts.freeing:
+            await asyncio.wait(self.parts.freeing)  # older epochs
         size = 0
 
         def discard(ended: Callable[[str], None]) -> None:

@@ -185,6 +185,12 @@ class Catalogue:
         shutil.rmtree(fresh, ignore_errors=True)
         self._name()
 
+    def drop_aside(self) -> None:
+        """Remove catalogues that were set aside: they have records of what is deleted here. Raises OSError."""
+        for old in self.path.parent.glob(f"{self.path.name}.*-*"):
+            shutil.rmtree(old)
+        sync_names(self.path.parent)
+
     def _name(self) -> None:
         """A rewritten file has its name for good before anything in it is called durable; raises OSError."""
         if self._unnamed:

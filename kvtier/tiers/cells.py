@@ -80,7 +80,7 @@ class Cells:
         self._stock = list(range(self.slabs))
         self._stocked = self.slabs  # slabs in stock and not parked
         self._parked: set[int] = set()
-        self._held: set[int] = set()  # those of them that somebody works on
+        self._held: dict[int, bool] = {}  # those of them that somebody works on -> whether they stay parked after it
 
     @property
     def total(self) -> int:
@@ -92,7 +92,7 @@ class Cells:
         """Free blocks that cannot be used now because the file system has no room behind them."""
         return sum(
             self.slab_blocks if not (b := self._size[s]) else b * self._mask[s].bit_count()
-            for s in self._parked - self._held
+            for s in self._parked - self._held.keys()
         )
 
     def room(self, blocks: int) -> int:
@@ -172,7 +172,7 @@ class Cells:
         if (mask | bits).bit_count() == kind.per_slab:
             self._restock(slab, kind, parked)
         elif not mask:
-            heapq.heappush(kind.heap, slab)
+            self._list(kind.heap, slab)
 
     def _restock(self, slab: int, kind: _Class, parked: bool) -> None:
         """A slab without used cells goes back to the stock."""
@@ -181,7 +181,13 @@ class Cells:
             return  # unpark() stocks it
         kind.free -= kind.per_slab
         self._stocked += 1
-        heapq.heappush(self._stock, slab)
+        self._list(self._stock, slab)
+
+    def _list(self, heap: list[int], slab: int) -> None:
+        """Let a slab be found; it may be listed still from before."""
+        if len(heap) > 2 * self.slabs:
+            heap[:] = sorted(set(heap))
+        heapq.heappush(heap, slab)
 
     def mark(self, span: Span) -> bool:
         """While loading: a record names these cells. False (and no change) if they cannot be its cells."""
@@ -225,6 +231,7 @@ class Cells:
     def park(self, slab: int) -> None:
         """The file system has no room behind this slab: take nothing more from it until `unpark`."""
         if slab in self._parked:
+            self._held.update({slab: True} if slab in self._held else {})
             return
         self._parked.add(slab)
         if blocks := self._size[slab]:
@@ -233,30 +240,34 @@ class Cells:
             self._stocked -= 1
 
     def hold(self, slab: int) -> bool:
-        """Take nothing more from this slab until `offer`, whatever the file system says; False where it is parked."""
-        if slab in self._parked:
+        """Take nothing more from this slab until `let_go`; False where somebody works on it already."""
+        if slab in self._held:
             return False
+        parked = slab in self._parked
         self.park(slab)
-        self._held.add(slab)
+        self._held[slab] = parked
         return True
 
-    def unpark(self) -> None:
-        """Offer every parked slab again that nobody holds."""
-        for slab in self._parked - self._held:
-            self.offer(slab)
+    def let_go(self, slab: int) -> None:
+        """Take from a slab again that was held, unless the file system has no room behind it."""
+        if not self._held.pop(slab):
+            self._offer(slab)
 
-    def offer(self, slab: int) -> None:
+    def unpark(self) -> None:
+        """Offer every parked slab again; those that somebody holds once they are let go of."""
+        self._held = dict.fromkeys(self._held, False)
+        for slab in self._parked - self._held.keys():
+            self._offer(slab)
+
+    def _offer(self, slab: int) -> None:
         """Take from this parked slab again."""
-        if slab not in self._parked:
-            return
         self._parked.discard(slab)
-        self._held.discard(slab)
         if blocks := self._size[slab]:
             self._classes[blocks].free += self._mask[slab].bit_count()
-            heapq.heappush(self._classes[blocks].heap, slab)
+            self._list(self._classes[blocks].heap, slab)
         else:
             self._stocked += 1
-            heapq.heappush(self._stock, slab)
+            self._list(self._stock, slab)
 
     def sparse(self, wanted: Collection[int], but: Collection[int] = ()) -> int:
         """The emptiest slab whose cells would all fit elsewhere in its class, of a class not wanted; -1 if none.
@@ -273,7 +284,10 @@ class Cells:
         return best
 
     def gaps(self, slab: int) -> list[tuple[int, int]]:
-        """(first block, blocks) of everything free in a slab, neighbours joined; pending cells are not free."""
+        """(first block, blocks) of everything free in a slab, neighbours joined; pending cells are not free.
+
+        What is behind the last cell is nobody's, and has what lay there when the slab served another size.
+        """
         base, size = slab * self.slab_blocks, self._size[slab]
         if not size:
             return [(base, self.slab_blocks)]
@@ -286,6 +300,8 @@ class Cells:
             out.append((base + at * size, length * size))
             at += length
             mask >>= length
+        if rest := self.slab_blocks % size:
+            out.append((base + self.slab_blocks - rest, rest))
         return out
 
     def classes(self) -> list[dict[str, int]]:

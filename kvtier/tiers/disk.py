@@ -149,10 +149,9 @@ class DiskTier(Gauges):
 
     def _drop_some(self, number: int) -> None:
         """Free the next few runs of a dropped cache; what a restart interrupts, loading finishes."""
-        of_cache = self._ledger.of_cache[number]
-        runs = [self._ledger.runs[run] for run in islice(of_cache, CHUNK)]
+        runs = [self._ledger.runs[run] for run in islice(self._ledger.of_cache.get(number, ()), CHUNK)]
         self._free([(run.id, run.live) for run in runs])
-        if of_cache and not self._closing:
+        if self._ledger.of_cache.get(number) and not self._closing:
             self._post(self._drop_some, number)
 
     def epoch(self, base_id: bytes) -> int:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from kvtier.tiers.cells import BLOCK, Cells, Layout, Span
 from kvtier.tiers.layouts import packed_group, packed_layouts
+from kvtier.tiers.move import Move
 from kvtier.tiers.records import (
     CacheRecord,
     Change,
@@ -46,32 +47,6 @@ class Freed(NamedTuple):
     changes: list[Change]
 
 
-class Move(NamedTuple):
-    """Cells of one run on their way out of a slab."""
-
-    ticket: int
-    run: Run
-    places: list[tuple[int, int]]
-    """(group, index among the run's cells of that group) of each."""
-    old: list[int]
-    new: list[int]
-    size: int
-    """Blocks of one cell."""
-
-    def placed(self) -> list[Placed]:
-        """The run's cells and sums as they will be, for its record."""
-        parts = [array("q", cells) for cells in self.run.parts]
-        for (group, at), cell in zip(self.places, self.new, strict=True):
-            parts[group][at] = cell
-        out: list[Placed] = []
-        for at, (cells, layout) in enumerate(zip(parts, self.run.layouts, strict=True)):
-            sums = self.run.sums[at % self.run.groups]
-            pages = [page for page in range(len(cells) // layout.parts) if cells[page * layout.parts] >= 0]
-            present = sum(1 << page for page in pages)
-            out.append(Placed(present, spans_of(cells, layout), array("Q", [sums[page] for page in pages])))
-        return out
-
-
 class Ledger:
     """The runs in memory and the cells they hold: each cell is free, used by one run, or pending."""
 
@@ -85,6 +60,7 @@ class Ledger:
         self.of_cache: dict[int, set[int]] = {number: set() for number in caches}
         self._layouts = {number: record.layouts(slab_bytes) for number, record in caches.items()}
         self._writing: dict[int, list[Span]] = {}  # by run: cells of runs that are not durable yet
+        self._coming: Counter[int] = Counter()  # by cache: how many of those
         self._pending: dict[int, list[Span]] = {}  # by ticket: cells whose free is not durable yet
         self._moving: dict[int, list[Span]] = {}  # by ticket: cells that something is being copied to
         self._doubtful: list[Span] = []  # pending too: cells that a failed commit may have named
@@ -104,6 +80,18 @@ class Ledger:
         """The cache takes no more runs; those it has are still to be freed. Raises unknown."""
         self.layouts(number)
         del self.caches[number], self._layouts[number]
+        self._forget(number)
+
+    @property
+    def dropping(self) -> bool:
+        """Whether a cache was dropped of which not all is freed."""
+        return not self.of_cache.keys() <= self.caches.keys()
+
+    def _forget(self, number: int) -> None:
+        """Keep nothing of a cache that was dropped, once none of its runs is left and none is being written."""
+        if number not in self.caches and not self.of_cache.get(number) and not self._coming[number]:
+            self.of_cache.pop(number, None)
+            del self._coming[number]
 
     def layouts(self, cache: int) -> tuple[Layout, ...]:
         """Cells of one item, per group; raises unknown."""
@@ -131,6 +119,7 @@ class Ledger:
         self.next_run += 1
         place(run, placed)
         self._writing[run.id] = [span for part in placed for span in part.spans]
+        self._coming[cache] += 1
         return run, placed
 
     def repack(self, run: Run, sizes: dict[tuple[int, int], int]) -> list[Placed]:
@@ -181,12 +170,15 @@ class Ledger:
     def publish(self, run: Run) -> None:
         """The run is durable."""
         del self._writing[run.id]
+        self._coming[run.cache] -= 1
         self.runs[run.id] = run
         self.of_cache[run.cache].add(run.id)
 
     def abandon(self, run: Run, *, doubtful: bool) -> None:
         """The run failed: its cells are free again, in doubt only after the next commit that works."""
         self._give_up(self._writing.pop(run.id), doubtful=doubtful)
+        self._coming[run.cache] -= 1
+        self._forget(run.cache)
 
     def _give_up(self, spans: list[Span], *, doubtful: bool) -> None:
         self.cells.retire(spans)
@@ -234,6 +226,7 @@ class Ledger:
     def _delete(self, run: Run, changes: list[Change]) -> None:
         del self.runs[run.id]
         self.of_cache[run.cache].discard(run.id)
+        self._forget(run.cache)
         changes.append(Change(b"runs", run.key, None))
         if run.trimmed:
             changes.append(Change(b"live", run.key, None))

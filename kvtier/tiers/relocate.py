@@ -20,7 +20,8 @@ from kvtier.tiers.cells import BLOCK
 from kvtier.tiers.commits import Commits, Op, code_of, name_of
 from kvtier.tiers.extentfile import IO_BYTES, Extents, Io
 from kvtier.tiers.lanes import Lanes
-from kvtier.tiers.ledger import Ledger, Move
+from kvtier.tiers.ledger import Ledger
+from kvtier.tiers.move import Move
 from kvtier.tiers.records import Change, Damaged, Run, View
 from kvtier.tiers.runrecord import decode_run, encode_run
 from kvtier.tiers.transfers import Reads
@@ -96,8 +97,8 @@ class Relocator:
 
     @property
     def busy(self) -> bool:
-        """Whether a slab is being emptied."""
-        return self._slab >= 0
+        """Whether a slab is being emptied, and will be empty one day."""
+        return self._slab >= 0 and not self._closing
 
     def make_room(self, sizes: Collection[int]) -> None:
         """Begin to empty a slab for cells of these sizes, unless one is being emptied or none is worth it."""
@@ -111,8 +112,8 @@ class Relocator:
         self._step()
 
     def after(self, call: Callable[[], None]) -> None:
-        """Call once no slab is being emptied."""
-        if self._slab < 0:
+        """Call once no slab is being emptied, or will ever be."""
+        if not self.busy:
             call()
         else:
             self._waiting.append(call)
@@ -197,7 +198,7 @@ class Relocator:
         if self._moves or self._scan is not None or self._slab < 0:
             return
         slab, self._slab = self._slab, -1
-        self._ledger.cells.offer(slab)
+        self._ledger.cells.let_go(slab)
         if self._ledger.cells.size_in(slab):
             self._failed[slab] = monotonic() + REST_S
         self.slabs += 1

@@ -17,7 +17,7 @@ from kvtier.tiers.extentfile import Extents, Io, Piece, Scratch, join, pieces, s
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import Place
 from kvtier.tiers.records import Item, Run, View
-from kvtier.types import Code
+from kvtier.types import Code, align_up
 
 GONE = "gone"
 CHECKSUM = "checksum"
@@ -64,7 +64,9 @@ class Writing:
         for item in self.items:
             blocks, each, _ = self._run.layouts[item.group]
             cells = self._run.parts[item.group][item.page * each : item.page * each + each]
-            parts.extend(pieces(item.views, cells, blocks * BLOCK, 0, scratch))
+            rest = each * blocks * BLOCK - sum(align_up(view.size) for view in item.views)
+            views = [*item.views, _zeros(rest)] if rest else item.views  # else what lay there before would stay
+            parts.extend(pieces(views, cells, blocks * BLOCK, 0, scratch))
         scratch.fill()
         ios = join(parts)
         self._left = len(ios)
@@ -104,6 +106,11 @@ class Writing:
             last = self._left == 0
         if last:
             self._end(self.op)
+
+
+def _zeros(size: int) -> View:
+    """As many, at an aligned address."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class Reading:

@@ -141,29 +141,45 @@ class Upkeep:
     def discard(self, done: Callable[[str, int], None]) -> None:
         """Make every byte read as zeros that is free once what was asked before is durable, then renew the catalogue.
 
-        The catalogue's free pages, in which old records linger, go with its file. `done` gets an error code or '', and
-        the bytes discarded. Slabs that the file system had no room for are passed over.
+        The catalogue's free pages, in which old records linger, go with its file, and so do catalogues that were set
+        aside. `done` gets an error code or '', and
+        the bytes discarded. A slab that is emptied or discarded for somebody else meanwhile has its turn after that.
         """
-        self._relocator.after(lambda: self._submit(partial(self._next, 0, 0, done), False))
+        self._begin(list(range(self._ledger.cells.slabs)), 0, done)
 
-    def _next(self, slab: int, gone: int, done: Callable[[str, int], None], error: str) -> None:
-        """Discard in the next few slabs from this one on."""
+    def _begin(self, slabs: list[int], gone: int, done: Callable[[str, int], None], error: str = "") -> None:
+        """Discard in these slabs once all caches that were dropped are freed, durably, and nothing is being moved."""
+        if error:
+            done(error, gone)
+        elif self._ledger.dropping:
+            self._submit(partial(self._begin, slabs, gone, done), False)
+        else:
+            self._relocator.after(lambda: self._submit(partial(self._next, slabs, [], gone, done), False))
+
+    def _next(
+        self, slabs: list[int], later: list[int], gone: int, done: Callable[[str, int], None], error: str
+    ) -> None:
+        """Discard in the next few of the slabs; those that others work on are left for later."""
         cells = self._ledger.cells
         if error:
             done(error, gone)
             return
-        if slab >= cells.slabs:
-            self._job(self._extents.settle, lambda fault: self._renew(fault, gone, done))
+        if not slabs and later:
+            self._begin(later, gone, done)
             return
-        end = min(slab + AT_ONCE, cells.slabs)
-        held = [each for each in range(slab, end) if cells.hold(each)]
+        if not slabs:
+            self._job(self._last, lambda fault: self._renew(fault, gone, done))
+            return
+        now, rest = slabs[:AT_ONCE], slabs[AT_ONCE:]
+        held = [each for each in now if cells.hold(each)]
+        later = later + [each for each in now if each not in held]
         gaps = {each: [(at * BLOCK, size * BLOCK) for at, size in cells.gaps(each)] for each in held}
         size = sum(length for found in gaps.values() for _, length in found)
 
         def ended(fault: str) -> None:
             for each in held:
-                cells.offer(each)
-            self._next(end, gone + size, done, fault)
+                cells.let_go(each)
+            self._next(rest, later, gone + size, done, fault)
 
         def discard() -> None:
             for each, found in gaps.items():
@@ -171,6 +187,11 @@ class Upkeep:
                     self._extents.discard(each, found)
 
         self._job(discard, ended)
+
+    def _last(self) -> None:
+        """What was discarded stays so, and no other file has what was deleted."""
+        self._extents.settle()
+        self._catalogue.drop_aside()
 
     def _renew(self, error: str, gone: int, done: Callable[[str, int], None]) -> None:
         if error:

@@ -21,12 +21,15 @@ class Engine:
         defaults = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
         self.llm = Llama(model, **(defaults | options))
         self.kv = None
-        if socket is not None:
-            from kvtier.client import Client
-            from kvtier.engines.llamacpp import attach
+        return {} if socket is None else self.attach(socket, salt, exact)
 
-            client = Client(socket, verify="always")
-            self.kv = attach(self.llm, client=client, salt=salt.encode(), exact=exact)
+    def attach(self, socket: str, salt: str = "", exact: bool = False) -> dict[str, Any]:
+        """Attach it."""
+        from kvtier.client import Client
+        from kvtier.engines.llamacpp import attach
+
+        client = Client(socket, verify="always")
+        self.kv = attach(self.llm, client=client, salt=salt.encode(), exact=exact)
         return {}
 
     def generate(self, prompt: list[int], tokens: int = 8) -> dict[str, Any]:

@@ -92,8 +92,9 @@ class Engine:
         return {name: list(spent) for name, spent in getattr(self, "inside", {}).items()}
 
     def generate(
-        self, prompts: list[list[int]], tokens: int = 8, salts: list[str] | None = None, lora: str | None = None
-    ) -> list[dict[str, Any]]:
+        self, prompts: list[list[int]], tokens: int = 8, salts: list[str] | None = None, lora: str | None = None,
+        number: int = 1, in_place: bool = False,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """Greedy continuations with logprobs."""
         from vllm import SamplingParams
 
@@ -105,7 +106,7 @@ class Engine:
         if lora:
             from vllm.lora.request import LoRARequest
 
-            request = LoRARequest("adapter", 1, lora)
+            request = LoRARequest(f"adapter-{number}", number, lora, load_inplace=in_place)
         outs = self.llm.generate(inputs, params, use_tqdm=False, lora_request=request)
         return [
             {
@@ -133,6 +134,11 @@ class Engine:
     def scale(self, layer: int, by: float) -> dict[str, Any]:
         """Change weights in place: those of one layer's first norm."""
         self.llm.apply_model(_Scale(layer, by))
+        return {}
+
+    def reload(self, model: str) -> dict[str, Any]:
+        """Have the workers load other weights in place, and tell the engine's caches nothing."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
         return {}
 
     def abort(self, prompts: list[list[int]], aborted: int, steps: int, tokens: int = 8) -> list[list[int]]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.client import Lease, Path, Reservation
-from kvtier.engines.vllm.messages import Load
+from kvtier.engines.vllm.media import Shown
+from kvtier.engines.vllm.messages import Load, Weights
 from kvtier.types import Tier
 
 
@@ -20,6 +21,8 @@ class Asked:
 
     request: Any
     path: Path
+    shown: Shown
+    """Its images and sound."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by the thread that asks the daemon about the path."""
     keyed: int = 0
@@ -37,6 +40,8 @@ class Asked:
     """False after a load failed: the next answer is that there is nothing."""
     saves: bool = True
     """False where its KV must not be stored."""
+    weights: Weights | None = None
+    """The LoRA adapter that its keys were made of."""
     sources: dict[Tier, int] = field(default_factory=dict)
     """Pages of the match by tier."""
 

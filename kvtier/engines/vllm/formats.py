@@ -11,7 +11,7 @@ import msgspec
 from vllm import __version__ as vllm_version
 
 from kvtier.engines.dynamic import rope_kind
-from kvtier.engines.vllm.media import refuse_numbered, turning
+from kvtier.engines.vllm.media import turning
 from kvtier.engines.weights import weights_digest
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Kind, bad
@@ -118,9 +118,8 @@ def model_name(vllm_config: Any) -> str:
 def model_fingerprint(vllm_config: Any) -> bytes:
     """Digest of weights and settings; `fingerprint` in the connector's extra configuration replaces or sharpens it.
 
-    Raises bad_request where weights are not here, or media of requests have no digests.
+    Raises bad_request where weights are not here.
     """
-    refuse_numbered(vllm_config)
     said = _said(vllm_config)
     config, load = vllm_config.model_config, vllm_config.load_config
     settings = [config.quantization, load.load_format, config.dtype]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -28,6 +29,13 @@ class Formats(KVConnectorHandshakeMetadata):  # type: ignore[misc] # vLLM is not
     """Whether the worker maps the daemon's device memory, so that slots may be there."""
 
 
+class Weights(NamedTuple):
+    """The LoRA adapter that a request's keys are made of: vLLM's number for it, and the digest of its files."""
+
+    number: int
+    digest: str
+
+
 @dataclass(frozen=True)
 class Load:
     """Copy pages [first, first + pages) of a shared lease into blocks."""
@@ -39,6 +47,8 @@ class Load:
     blocks: Blocks
     later: bool
     """Between steps instead of before this one; vLLM waits for it to be reported."""
+    weights: Weights | None = None
+    """Nothing is loaded where the worker computes with others."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,8 @@ class Save:
     share: bytes
     first: int
     blocks: Blocks
+    weights: Weights | None = None
+    """Nothing is saved where the worker has computed with others."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,10 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
     changed: str = ""
     """Names the weights where they are not those that were read at start."""
     epoch: int = 0
+    resets: int = 0
+    """How often the scheduler's side was told that weights have changed."""
+    computes: bool = True
+    """Whether this step computes anything."""
     fence: bool = False
     """Blocks whose save may still run are given to something else: end all of them before this step."""
     loads: tuple[Load, ...] = ()
@@ -80,8 +96,14 @@ class Done(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Reservations of which every page is served."""
     failures: dict[int, int] = field(default_factory=dict)
     """By rank, how many loads that a step computed with have failed so far."""
+    strange: set[int] = field(default_factory=set)
+    """Numbers of LoRA adapters that some worker has read as other files than the scheduler's side."""
+    changed: int = -1
+    """`resets` of the plan after which a worker's weights were written and nobody has told the scheduler's side."""
 
     def aggregate(self, other: Done) -> Done:
         """What two workers have told."""
         dropped, served = self.dropped | other.dropped, self.served | other.served
-        return Done(self.leases + other.leases, dropped, served, self.failures | other.failures)
+        failures, strange = self.failures | other.failures, self.strange | other.strange
+        changed = max(self.changed, other.changed)
+        return Done(self.leases + other.leases, dropped, served, failures, strange, changed)

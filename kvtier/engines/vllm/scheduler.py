@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 import msgspec
 
-from kvtier.client import Cache, Client, Lease, Path, Reservation
-from kvtier.engines.vllm.asked import Asked, given, loaded_from, tiers_of
+from kvtier.client import Cache, Client, Path, Reservation
+from kvtier.engines.vllm.asked import Asked, given, loaded_from
+from kvtier.engines.vllm.finding import Finder
 from kvtier.engines.vllm.formats import changed
+from kvtier.engines.vllm.holdings import Holdings
 from kvtier.engines.vllm.keys import Keys
+from kvtier.engines.vllm.media import Media
 from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
 from kvtier.engines.vllm.outcomes import outcome
 from kvtier.engines.vllm.planes import NULL_BLOCK
@@ -30,15 +33,8 @@ STEP_S: Final = 0.003
 TOKEN_S: Final = 10e-6
 """And more for each token that it computes: far less than computing it takes, and time for what it is to save."""
 THREADS: Final = 8
-LOAD_MS: Final = 5000
-"""A request waits at most so long for pages that come from disk."""
-PENDING_S: Final = 0.25
-"""It waits at most so long for pages that are being committed right now."""
-POLL_S: Final = 0.005
 RESERVE_MS: Final = 500
 """Giving pages back may wait so long for room to be made; meanwhile steps go on."""
-WRITE_S: Final = 30.0
-"""A reservation that is not served by then never will be."""
 LATER_BYTES: Final = 32 << 20
 """A load of more is copied between steps, so that requests that run do not wait for it."""
 
@@ -50,19 +46,18 @@ class Scheduler:
         self._client = client
         self._world = world
         self._pool = ThreadPoolExecutor(THREADS, "kvtier")
-        self._back = ThreadPoolExecutor(1, "kvtier-back")  # what frees room does not queue behind what waits for it
+        self._held = Holdings()
+        self._media = Media()
         self._asked: dict[str, Asked] = {}
         self._loads: list[Load] = []
-        self._leases: dict[int, tuple[Lease, int]] = {}
-        """Leases that workers read, and how many still do."""
-        self._reservations: dict[int, tuple[Reservation, float]] = {}
-        """What workers write, oldest first, and since when."""
-        self._drops: deque[bytes] = deque()
         self._read: set[int] = set()
         """Blocks that were to be saved since the last fence: workers may still be reading them."""
         self._heard: dict[int, int] = {}
         self._left_s = STEP_S
         self._cache: Cache | None = None
+        self._resets = 0
+        self._stale = False
+        """Workers' weights were written, and nobody has said so yet."""
         self._changed = ""
         """Once the weights have changed: what no other engine calls its cache."""
         self.counts: Counter[str] = Counter()
@@ -73,7 +68,7 @@ class Scheduler:
         if len(specs) != 1:
             raise bad("workers", "KV of one format", len(specs))
         spec = msgspec.msgpack.decode(specs.pop(), type=CacheSpec)
-        self._keys = Keys(spec)
+        self._finder = Finder(Keys(spec))
         self._size = spec.page_tokens
         self._item_bytes = sum(group.item_bytes for group in spec.groups)
         self._one_group = len(spec.groups) == 1
@@ -88,20 +83,26 @@ class Scheduler:
 
     def begin(self, request: Any) -> None:
         """A request has come: bring what of it is on disk to host while it waits, and lease nothing yet."""
-        if self._cache is not None and not request.resumable:  # a streaming session may take tokens back
-            asked = Asked(request, Path(self._cache, request.request_id, ""))
+        shown = self._media.show(request)
+        if request.resumable:  # a streaming session may take tokens back, and shows more later
+            self._media.blind()
+        elif self._cache is not None and not self._stale:
+            asked = Asked(request, Path(self._cache, request.request_id, ""), shown)
             self._asked[request.request_id] = asked
-            self._pool.submit(self._warm, asked, self._whole_pages(request))
+            pages = self._whole_pages(request)
+            shown.items.add_done_callback(lambda _: self._pool.submit(self._finder.warm, asked, pages))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed` that can be loaded, and whether between steps; None: ask again."""
         asked = self._asked.get(request.request_id)
         if asked is None or not asked.loads:
             return 0, False
+        if not self._over(asked.shown.items):
+            return None, False
         if asked.lease is None:
             if asked.lookup is None:
                 self._drop_reservation(asked)
-                asked.lookup = self._pool.submit(self._find, asked, self._whole_pages(request))
+                asked.lookup = self._pool.submit(self._finder.find, asked, self._whole_pages(request))
             if not self._over(asked.lookup):
                 return None, False
             asked.lease = outcome(asked.lookup, None)
@@ -120,37 +121,6 @@ class Scheduler:
         """Pages of the tokens that a request has, leaving one token to compute."""
         return (int(request.num_tokens) - 1) // self._size
 
-    def _warm(self, asked: Asked, pages: int) -> None:
-        """Match, and start loading what is on disk; in a thread."""
-        with asked.lock:
-            self._extend(asked, pages)
-            asked.sources = tiers_of(asked.path)
-            if asked.sources.keys() - {Tier.HOST}:
-                asked.path.prefetch()
-
-    def _find(self, asked: Asked, pages: int) -> Lease:
-        """Match and lease, waiting for what is on disk; in a thread."""
-        with asked.lock:
-            self._extend(asked, pages)
-            path, until = asked.path, time.monotonic() + PENDING_S
-            while path.pages < pages and (path.pending or path.asking) and time.monotonic() < until:
-                time.sleep(POLL_S)
-                path.extend()
-            limit = min(path.pages, pages)
-            if sum(asked.sources.values()) != path.pages:
-                asked.sources = tiers_of(path)
-            asked.saved = path.pages
-            return path.acquire(limit, wait_ms=LOAD_MS) if limit else Lease(path.cache, None)
-
-    def _extend(self, asked: Asked, pages: int) -> None:
-        """Match a path of at least so many pages; none of a request whose KV depends on what nobody here knows."""
-        if not self._keys.know(asked.request):
-            asked.loads = asked.saves = False
-            return
-        keys = self._keys.of(asked.request, asked.keyed, pages) if pages > asked.keyed else b""
-        asked.keyed = max(asked.keyed, pages)
-        asked.path.extend(keys)
-
     # -- loads ---------------------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, table: Sequence[Sequence[int]], tokens: int) -> None:
@@ -166,8 +136,10 @@ class Scheduler:
         pages = min(lease.pages, self._whole_pages(request))
         first = pages - tokens // self._size
         blocks = tuple(list(row[first:pages]) for row in table)
-        self._loads.append(Load(request.request_id, lease.number, lease.share(), first, blocks, self._later(tokens)))
-        self._leases[lease.number] = (lease, self._world)
+        self._loads.append(
+            Load(request.request_id, lease.number, lease.share(), first, blocks, self._later(tokens), asked.weights)
+        )
+        self._held.lend(lease, self._world)
         asked.plan = (first, pages)
         self.counts["tokens_hit"] += tokens
 
@@ -187,12 +159,9 @@ class Scheduler:
         saves = self._saves(output) if self._cache is not None else ()
         self._left_s = STEP_S
         epoch = self._cache.epoch if self._cache is not None else 0
-        for number, (held, since) in list(self._reservations.items())[:8]:
-            if time.monotonic() - since > WRITE_S:  # some worker joined too late to be its writer
-                self._reservations.pop(number)
-                self._abort(held)
-        drops = [self._drops.popleft() for _ in range(len(self._drops))]  # threads add to it meanwhile
-        return Plan(self._changed, epoch, fence, loads, saves, tuple(drops), dict(self._heard))
+        computes = bool(output.total_num_scheduled_tokens)
+        heard = dict(self._heard)
+        return Plan(self._changed, epoch, self._resets, computes, fence, loads, saves, self._held.drops(), heard)
 
     def _reused(self, output: Any, loads: Sequence[Load]) -> bool:
         """Whether blocks that may still be being saved are given to something else in this step.
@@ -214,7 +183,8 @@ class Scheduler:
         ends = self._ends(output)
         for name, end in ends.items():
             asked = self._asked[name]
-            if asked.reserving is None and end > asked.saved and asked.saves:
+            shown = asked.shown.items.done()
+            if asked.reserving is None and end > asked.saved and asked.saves and shown:
                 table = output.kv_connector_block_state.get_block_ids(name)
                 asked.reserving = self._pool.submit(self._reserve, asked, end, table)
         saves = []
@@ -222,7 +192,12 @@ class Scheduler:
             asked = self._asked[name]
             if asked.reserving is None or (self._one_group and asked.goes_on and not asked.reserving.done()):
                 continue
-            if not self._over(asked.reserving):
+            sure = self._media.sure(asked.shown)
+            if sure is None or not self._over(asked.reserving):  # an item of this name may be another in this step
+                continue
+            if not sure:
+                asked.saves = False
+                self._drop_reservation(asked)
                 continue
             held, asked.reserving = outcome(asked.reserving, None), None
             if held is None:
@@ -249,7 +224,7 @@ class Scheduler:
     def _reserve(self, asked: Asked, end: int, table: Sequence[Sequence[int]]) -> Reservation:
         """Slots for the pages that are not there yet, up to `end`; in a thread."""
         with asked.lock:
-            self._extend(asked, end)
+            self._finder.extend(asked, end)
             path = asked.path
             first = max(path.pages, min(asked.saved, path.pages + path.pending))
             asked.saved = max(first, end)
@@ -278,29 +253,25 @@ class Scheduler:
         gone = any(row[page] == NULL_BLOCK for group, row in enumerate(table) for page in there.get(group, pages))
         if held.writes or gone or held.start + held.pages > end:
             asked.saved = held.start
-            self._abort(held)
+            self._held.abort(held)
             return None
-        self._reservations[held.number] = (held, time.monotonic())
+        self._held.promise(held)
         blocks = tuple(list(row[held.start : held.start + held.pages]) for row in table)
         self._read.update(*blocks)
         self._read.discard(NULL_BLOCK)
         self.counts["pages_reserved"] += held.pages
-        return Save(held.number, held.share(), held.start, blocks)
+        return Save(held.number, held.share(), held.start, blocks, asked.weights)
 
     # -- what comes back -----------------------------------------------------------------------------------------
 
     def heard(self, done: Done) -> None:
-        """Workers have read leases, or given up reservations."""
-        for number, times in done.leases.items():
-            lease, left = self._leases.pop(number, (None, 0))
-            if lease is not None and left > times:
-                self._leases[number] = (lease, left - times)
-            else:
-                self._release(lease)
-        for number in done.served:
-            self._reservations.pop(number, None)
-        for number in done.dropped:
-            self._abort(self._reservations.pop(number, (None, 0))[0])
+        """What workers have told."""
+        self._held.heard(done)
+        if done.strange:
+            self._finder.keys.distrust(done.strange)
+        if done.changed == self._resets:
+            self._stale = True
+            self._end_all()
         self._heard |= done.failures
 
     def failed(self, names: set[str]) -> None:
@@ -315,7 +286,7 @@ class Scheduler:
         if asked is not None:
             self._drop_reservation(asked)
             self._let_go(asked)
-            self._pool.submit(self._forget, asked)  # which waits for a look-up of the request
+            self._pool.submit(Finder.forget, asked)  # which waits for a look-up of the request
 
     def reset(self) -> None:
         """The weights have changed, to what nobody can say: this engine's KV is its own from now on.
@@ -323,10 +294,9 @@ class Scheduler:
         Others keep what they share; KV that this engine has made with its old weights is neither served to it nor
         stored any more.
         """
-        for asked in self._asked.values():
-            asked.saves = asked.loads = False
-            self._drop_reservation(asked)
-            self._let_go(asked)
+        self._resets += 1
+        self._stale = False
+        self._end_all()
         if self._cache is None:
             return
         if self._changed:
@@ -335,6 +305,13 @@ class Scheduler:
             self._changed = secrets.token_hex(16)
             self._cache = self._client.open(changed(self._cache.spec, self._changed))
 
+    def _end_all(self) -> None:
+        """Neither load nor save anything for the requests that are there."""
+        for asked in self._asked.values():
+            asked.saves = asked.loads = False
+            self._drop_reservation(asked)
+            self._let_go(asked)
+
     def take_counts(self) -> dict[str, int]:
         """Counters since the last call."""
         counts, self.counts = self.counts, Counter()
@@ -342,56 +319,32 @@ class Scheduler:
 
     def close(self) -> None:
         """Let go of everything."""
-        for pool in (self._pool, self._back):
-            pool.shutdown(cancel_futures=True)
+        self._media.close()
+        self._pool.shutdown(cancel_futures=True)
+        self._held.close()
         self._client.close()
 
     # -- threads -------------------------------------------------------------------------------------------------
 
     def _over(self, future: Future[Any]) -> bool:
         """Whether a thread is through, waiting for what is left of this step's few milliseconds."""
+        if future.done():
+            return True
         began = time.monotonic()
         done, _ = wait([future], self._left_s)
         self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
         return bool(done)
 
-    @staticmethod
-    def _forget(asked: Asked) -> None:
-        with asked.lock:
-            asked.path.close()
-
     def _drop_reservation(self, asked: Asked) -> None:
         """Give up what was reserved for a request and not handed to the workers."""
         if asked.reserving is not None:
-            asked.reserving.add_done_callback(self._abort_found)
+            asked.reserving.add_done_callback(self._held.abort_found)
             asked.reserving = None
 
     def _let_go(self, asked: Asked) -> None:
         """Give back what is leased for a request, or will be once its look-up is over."""
         if asked.lease is not None:
-            self._release(asked.lease)
+            self._held.release(asked.lease)
         elif asked.lookup is not None:
-            asked.lookup.add_done_callback(self._release_found)
+            asked.lookup.add_done_callback(self._held.release_found)
         asked.lease = asked.lookup = None
-
-    def _release(self, lease: Lease | None) -> None:
-        self._give_back(None if lease is None or not lease.number else lease.release)
-
-    def _abort(self, held: Reservation | None) -> None:
-        """Give up a reservation here, and in the workers with the next step."""
-        if held is not None and held.number:
-            self._drops.append(held.share())
-            self._give_back(held.abort)
-
-    def _give_back(self, verb: Callable[[], None] | None) -> None:
-        """Let go in a thread."""
-        if verb is not None:
-            self._back.submit(verb)
-
-    def _release_found(self, future: Future[Lease]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self._release(future.result())
-
-    def _abort_found(self, future: Future[Reservation]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            self._abort(future.result())

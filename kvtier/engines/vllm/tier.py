@@ -27,8 +27,10 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtier.client import Client, Region
+from kvtier.engines.vllm import reload
 from kvtier.engines.vllm.formats import calling_config, changed, model_fingerprint, model_name
 from kvtier.engines.vllm.lookups import Lookups
+from kvtier.engines.vllm.naming import Naming
 from kvtier.engines.vllm.outcomes import outcome
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind, bad
@@ -64,13 +66,19 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         config = offloading_spec.config
         self._client = Client(socket, instance=f"vllm-{config.engine_id}"[:128], scope=scope, verify=verify)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
-        self._cache = self._client.open(spec_of(config, calling_config(), self._rows.shape[1]))
+        vllm_config = calling_config()
+        self._cache = self._client.open(spec_of(config, vllm_config, self._rows.shape[1]))
+        self._naming = Naming(vllm_config)
         self._changed = False
+        reload.watch_orders()
+        self._writes = reload.count()
+        self._quiet = False
+        """Nothing has been computed since vLLM's last reset."""
         self._region = self._registered(config.engine_id)
         self._pool = ThreadPoolExecutor(THREADS, "kvtier")
         self._lookups = self._empty_lookups()
-        self._jobs: dict[Future[JobResult], tuple[int, bool, list[bytes]]] = {}
-        """Number, whether it loads, keys."""
+        self._jobs: dict[Future[JobResult], tuple[Any, bool]] = {}
+        """vLLM's job, and whether it loads."""
 
     def _registered(self, engine_id: str) -> Region | None:
         """The host tier of vLLM as a region; None where it is not the one file that it was."""
@@ -91,12 +99,17 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Chunks as they come."""
-        del req_context
+        self._naming.show(req_context)
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a chunk is there; RETRY while the daemon was not asked yet or somebody is writing it."""
-        found = self._lookups.get(bytes(key), req_context.req_id)
+        if self._stale():
+            return LookupResult.MISS
+        if not self._naming.ready(req_context):
+            return LookupResult.RETRY
+        name = self._naming.name(key, req_context)
+        found = False if name is None else self._lookups.get(name, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
@@ -104,11 +117,18 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
     def on_schedule_end(self, context: Any) -> None:
         """Ask for this step's keys."""
         del context
+        self._quiet = False
         self._lookups.flush()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget what it asked for."""
         self._lookups.forget(req_context.req_id)
+
+    def _stale(self) -> bool:
+        """Whether weights were written and vLLM was not reset, neither since nor right before."""
+        if self._quiet:
+            self._writes = reload.count()
+        return reload.count() != self._writes
 
     def _empty_lookups(self) -> Lookups:
         return Lookups(lambda keys: self._pool.submit(self._exists, keys))
@@ -127,20 +147,20 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         """Begin to load rows."""
         self._begin(self._load, job_metadata, load=True)
 
-    def _begin(self, work: Callable[[int, list[bytes], list[int]], JobResult], job: Any, *, load: bool) -> None:
+    def _begin(self, work: Callable[[Any, list[int]], JobResult], job: Any, *, load: bool) -> None:
         """Have a thread do a job."""
-        keys = [bytes(key) for key in job.keys]
         rows = [int(row) for row in job.chunk_ids]
-        self._jobs[self._pool.submit(work, job.job_id, keys, rows)] = (job.job_id, load, keys)
+        self._jobs[self._pool.submit(work, job, rows)] = (job, load)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Jobs that are over; what could not be loaded is a miss from now on."""
         out = []
         for future in [future for future in self._jobs if future.done()]:
-            job, load, keys = self._jobs.pop(future)
-            result = outcome(future, JobResult(job, success=False))
+            job, load = self._jobs.pop(future)
+            result = outcome(future, JobResult(job.job_id, success=False))
             if load and not result.success:
-                self._lookups.gone(set(keys) - set(result.successful_keys or ()))
+                lost = [key for key in job.keys if key not in set(result.successful_keys or ())]
+                self._lookups.gone(self._naming.names(lost, job.req_context))
             out.append(result)
         return out
 
@@ -154,6 +174,7 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
         It does so when weights change, to what nobody can say, and tells a tier no more than this.
         """
         wait(self._jobs)
+        self._writes, self._quiet = reload.count(), True
         if self._changed:
             self._cache.reset()
         else:
@@ -163,31 +184,34 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
 
     def shutdown(self) -> None:
         """Let go of everything."""
+        self._naming.close()
         self._pool.shutdown(cancel_futures=True)
         self._client.close()
         self._rows = np.empty((0, 0), np.uint8)  # vLLM unmaps them
 
     # -- in threads ----------------------------------------------------------------------------------------------
 
-    def _load(self, job: int, keys: list[bytes], rows: list[int]) -> JobResult:
+    def _load(self, job: Any, rows: list[int]) -> JobResult:
         """Copy and verify; what is right is kept also where some is missing."""
         began, good = time.monotonic(), []
-        for part in batches(list(zip(keys, rows, strict=True))):
-            with self._cache.acquire_keys(0, b"".join(key for key, _ in part), wait_ms=LOAD_MS) as lease:
-                good += [key for at, (key, row) in enumerate(part) if lease.read(0, at, self._rows[row])]
+        for part in batches(list(zip(job.keys, self._naming.names(job.keys, job.req_context), rows, strict=True))):
+            with self._cache.acquire_keys(0, b"".join(name for _, name, _ in part), wait_ms=LOAD_MS) as lease:
+                good += [key for at, (key, _, row) in enumerate(part) if lease.read(0, at, self._rows[row])]
         moved = len(good) * self.block_size_bytes
-        return JobResult(job, len(good) == len(keys), good, time.monotonic() - began, moved)
+        return JobResult(job.job_id, len(good) == len(rows), good, time.monotonic() - began, moved)
 
-    def _store(self, job: int, keys: list[bytes], rows: list[int]) -> JobResult:
+    def _store(self, job: Any, rows: list[int]) -> JobResult:
         """Reserve, let the daemon read the rows, and commit what it has read."""
         began, stored = time.monotonic(), 0
-        for part in batches(list(zip(keys, rows, strict=True))):
-            with self._cache.reserve_keys(0, b"".join(key for key, _ in part), wait_ms=STORE_MS) as held:
+        if self._stale() or not self._naming.sure(job.req_context):
+            return JobResult(job.job_id, success=False)
+        for part in batches(list(zip(self._naming.names(job.keys, job.req_context), rows, strict=True))):
+            with self._cache.reserve_keys(0, b"".join(name for name, _ in part), wait_ms=STORE_MS) as held:
                 if held.pages and all(self._written(held, [row for _, row in part[: held.pages]])):
                     held.commit()
                     stored += held.pages
         moved = stored * self.block_size_bytes
-        return JobResult(job, stored == len(keys), None, time.monotonic() - began, moved)
+        return JobResult(job.job_id, stored == len(rows), None, time.monotonic() - began, moved)
 
     def _written(self, held: Any, rows: list[int]) -> bytes:
         """One byte per row, 1 where it is in its slot."""

@@ -12,9 +12,10 @@ from typing import Any, Final
 import msgspec
 
 from kvtier.client import Cache, Client, Lease, Reservation
+from kvtier.engines.vllm import reload, served
 from kvtier.engines.vllm.copies import Arrival, Arrived
 from kvtier.engines.vllm.formats import changed, ranks_of, slices_of, spec_of
-from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save
+from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save, Weights
 from kvtier.engines.vllm.planes import NULL_BLOCK
 from kvtier.engines.vllm.ways import copies_of
 from kvtier.types import KvtierError
@@ -32,6 +33,8 @@ class Worker:
         self, client: Client, vllm_config: Any, kv_cache_config: Any, copy: str = "auto", *, device: bool = False
     ) -> None:
         """`copy`: how pages are copied (`ways.WAYS`). `device`: use the daemon's device tier where kernels copy."""
+        if getattr(vllm_config, "lora_config", None) is not None:
+            served.watch()
         self._client = client
         self._way = copy
         self._wants_device = device
@@ -51,6 +54,11 @@ class Worker:
         self._bad_blocks: set[int] = set()
         self._failures = 0
         self._changed = ""
+        self._resets = 0
+        self._computed = True
+        """Whether there is KV of since the last reset; before the first, the cache's name says which weights."""
+        self._stale = False
+        """Weights were written, and the scheduler's side was not told: nothing is loaded or saved until it is."""
         self.counts: Counter[str] = Counter()
 
     def register(self, tensors: dict[str, Any]) -> None:
@@ -72,6 +80,8 @@ class Worker:
         self._copies = copies_of(groups, blocks, self.spec.groups, parts, self._copier, self._way)
         self._cache = self._opened(0)
         self._device = self._wants_device and self._copies.device and self._maps()
+        reload.watch()
+        self._writes = reload.count()
 
     def _maps(self) -> bool:
         """Whether the daemon's device memory is mapped here, for KV whose items lie in one slot each."""
@@ -94,6 +104,7 @@ class Worker:
 
     def load(self, plan: Plan) -> None:
         """Load what this step computes with; queue what may come between steps."""
+        self._notice_writes(plan)
         if plan.changed != self._changed or plan.epoch > self._cache.epoch:
             self._changed = plan.changed
             self._cache = self._opened(plan.epoch)
@@ -119,7 +130,7 @@ class Worker:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
                 continue  # a replica of this rank writes it
-            if not sound or not isinstance(held, Reservation):
+            if not sound or not isinstance(held, Reservation) or not self._has(save.weights):
                 self._give_up(save, held)
             else:
                 self._save(save, held)
@@ -171,7 +182,7 @@ class Worker:
                 done.dropped.add(number)
             else:
                 self.counts[what] += number
-        return done if done.leases or done.dropped or done.served or done.failures else None
+        return done if done != Done() else None
 
     def take_counts(self) -> dict[str, int]:
         """Counters since the last call."""
@@ -192,7 +203,7 @@ class Worker:
         lease = self._adopt(load.share)
         arrival: Arrival = Arrived(0, good=False)
         try:
-            if isinstance(lease, Lease):
+            if isinstance(lease, Lease) and self._has(load.weights):
                 arrival = self._copies.load(lease, load.first, load.blocks, later=load.later)
         except KvtierError as exc:
             _log.warning("a lease cannot be read: %s", exc)
@@ -201,6 +212,28 @@ class Worker:
         self.counts["loads_failed"] += not arrival.good
         self.counts["pages_loaded"] += arrival.pages
         return arrival
+
+    def _notice_writes(self, plan: Plan) -> None:
+        """Weights that were written between two steps are another model's, unless all was forgotten meanwhile."""
+        writes = reload.count()
+        if plan.resets != self._resets:
+            self._stale = self._computed = False
+        elif writes != self._writes and self._computed:
+            self._stale = True
+            _log.warning("weights were written: nothing is cached until reset_prefix_cache(reset_connector=True)")
+        self._resets, self._writes, self._computed = plan.resets, writes, self._computed or plan.computes
+        if self._stale:
+            self._done.changed = plan.resets
+
+    def _has(self, weights: Weights | None) -> bool:
+        """Whether this process computes with the weights that keys were made of: the model's, and an adapter's."""
+        if self._stale:
+            return False
+        if weights is None or served.serves(*weights):
+            return True
+        if served.known(weights.number):  # else it was not needed yet, and the request is computed
+            self._done.strange.add(weights.number)
+        return False
 
     def _adopt(self, share: bytes) -> Lease | Reservation | None:
         """What the scheduler's side holds; None where it is of another epoch by now."""
