@@ -17,7 +17,7 @@ from kvtier.demo.daemon import Daemon
 from kvtier.device.host import HostDevice
 from kvtier.device.shuttle import Way
 from kvtier.identity import CacheSpec, GroupSpec, Slice
-from kvtier.types import Kind, KvtierError
+from kvtier.types import Code, Kind, KvtierError
 from lazydevice import LazyDevice, Site
 from storekit import KINDS, maker
 from vllmstub import Request, adapters, config, paged, step
@@ -416,10 +416,11 @@ def test_kv_on_the_cpu_goes_by_torch_unless_it_is_said(vllm: Any):
     pool.shutdown()
 
 
+@pytest.mark.parametrize("kind", ["driver", "compiler"])
 def test_what_keeps_kernels_from_it_is_said_and_torch_does_it(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
 ):
-    """No cupy, no driver, no room on the GPU, a layout that is not known: a warning, and copies by torch."""
+    """No driver, no compiler: a warning at start, and copies by torch; never in a step."""
     group = GroupSpec(Kind.FULL, 1, 2, 4 * 16 * 4)
     pool = ThreadPoolExecutor(1)
 
@@ -432,13 +433,29 @@ def test_what_keeps_kernels_from_it_is_said_and_torch_does_it(
 
     monkeypatch.setattr(vllm.ways, "Plane", Elsewhere)
 
-    def none(_: Any) -> Any:
-        raise KvtierError("io", "cupy finds no CUDA driver or no GPU")
+    class Uncompiled(HostDevice):
+        """A device beside which there is no NVRTC."""
 
-    monkeypatch.setattr(vllm.ways, "engine_device", none)
-    made = vllm.ways.copies_of([[torch.zeros(8, 2, 4, 16)]], 8, (group,), (None,), pool)
+        def compile(self, ops: Any) -> None:
+            raise RuntimeError("no NVRTC here")
+
+    tensors, said = [[torch.zeros(8, 2, 4, 16)]], "no CUDA driver" if kind == "driver" else "no NVRTC"
+
+    def device(_: Any) -> Any:
+        if kind == "driver":
+            raise KvtierError(Code.IO, "cupy finds no CUDA driver or no GPU")
+        made = Uncompiled() if kind == "compiler" else HostDevice()
+        return made, made.stream, Way.STAGED
+
+    monkeypatch.setattr(vllm.ways, "engine_device", device)
+    made = vllm.ways.copies_of(tensors, 8, (group,), (None,), pool)
     assert type(made).__name__ == "TorchCopies"
-    assert "no CUDA driver" in caplog.text
-    with pytest.raises(KvtierError, match="no CUDA driver"):
-        vllm.ways.copies_of([[torch.zeros(8, 2, 4, 16)]], 8, (group,), (None,), pool, "kernels")
+    assert said in caplog.text
+    with pytest.raises((KvtierError, RuntimeError), match=said):
+        vllm.ways.copies_of(tensors, 8, (group,), (None,), pool, "kernels")
     pool.shutdown()
+
+
+def test_a_worker_that_never_had_kv_closes(vllm: Any, daemon: Daemon, weights: Path):
+    """An engine whose start failed before its KV was there ends without another error."""
+    vllm.worker.Worker(Client(daemon.socket), config(weights), paged(2, 256, 64, 4)).close()

@@ -23,6 +23,7 @@ from kvtier.client import Lease, Reservation
 from kvtier.client.layout import Bytes
 from kvtier.device.base import Device, Event, Stream
 from kvtier.device.layout import Paged, kv, plan
+from kvtier.device.ops import moves
 from kvtier.device.shuttle import MOST_PAGES, Choose, Shuttle, Transfer, Way
 from kvtier.engines.vllm.copies import wanted, whole_items
 from kvtier.engines.vllm.messages import Blocks
@@ -74,6 +75,9 @@ class Group:
         """Between blocks and slots in device memory."""
         self.flying: deque[Transfer] = deque()
         """By it."""
+        one = np.zeros(1, np.uint64), np.arange(self._per), (0, mine.layers)
+        for made in (self.shuttle.plan, self.straight.plan):  # what cannot be compiled is to be known before a step
+            device.compile([op for out in (True, False) for op in moves(made, *one, to_slots=out)])
 
     def ids(self, row: Sequence[int]) -> Words:
         """Kernel blocks of vLLM's."""

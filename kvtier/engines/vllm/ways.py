@@ -44,10 +44,10 @@ def copies_of(
         try:
             device, stream_of, choose = engine_device(tensors[0][0].device)
             return KernelCopies(device, stream_of, tensors, blocks, groups, parts, copier, choose)
-        except KvtierError as exc:
+        except Exception as exc:  # whatever a driver, a compiler or an installation says
             if way == "kernels":
                 raise
-            _log.warning("pages are copied by torch: %s", exc)
+            _log.warning("pages are copied by torch: %s", str(exc) or type(exc).__name__)
     return TorchCopies(planes)
 
 

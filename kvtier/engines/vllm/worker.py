@@ -41,6 +41,8 @@ class Worker:
         self._configs = (vllm_config, kv_cache_config)
         self._pool = ThreadPoolExecutor(2, "kvtier")
         self._copier = ThreadPoolExecutor(1, "kvtier-save")
+        self._ends: list[Callable[[], None]] = []
+        """What gives the memory of copies back."""
         self._reading: list[Future[None]] = []
         """Blocks are read until these are over."""
         self._told: deque[tuple[str, int]] = deque()
@@ -77,11 +79,18 @@ class Worker:
         groups = [[tensors[name] for name in group.layer_names] for group in kv_cache_config.kv_cache_groups]
         parts = self._slices or (None,) * len(groups)
         blocks = kv_cache_config.num_blocks
+        self._free()
         self._copies = copies_of(groups, blocks, self.spec.groups, parts, self._copier, self._way)
+        self._ends.append(self._copies.close)
         self._cache = self._opened(0)
         self._device = self._wants_device and self._copies.device and self._maps()
         reload.watch()
         self._writes = reload.count()
+
+    def _free(self) -> None:
+        """Let go of what copies have taken, if any has."""
+        while self._ends:
+            self._ends.pop()()
 
     def _maps(self) -> bool:
         """Whether the daemon's device memory is mapped here, for KV whose items lie in one slot each."""
@@ -192,7 +201,7 @@ class Worker:
     def close(self) -> None:
         """End what runs, and let go."""
         self._copier.shutdown()
-        self._copies.close()
+        self._free()
         self._pool.shutdown()
         self._client.close()
 
