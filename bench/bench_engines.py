@@ -18,9 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from engine_replays import AGENT, CHAT, PAGE, SMALL, Prompts, Shape, replay
-from measure import OURS, Bench, Target, interleave, skipped
+from measure import OURS, Bench, RivalFailed, Target, interleave, skipped
+from rival import SCRIPTS, Rival, Running
 
 from kvtier.demo.daemon import Daemon
 
@@ -28,9 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
 COST = Target("value", "<=", 0.3)
 WAIT_S = 30.0
+LMCACHE = "LMCache 0.5.6 MP with vLLM"
+PACKAGES = (
+    ("--no-deps", "lmcache==0.5.6"),
+    ("sortedcontainers", "aiofile", "aiofiles", "nvtx", "py-cpuinfo", "numba", "redis",
+     "opentelemetry-exporter-prometheus<=0.61b0"),
+)  # fmt: skip
+"""What its connector and server need beside vLLM's own packages."""
 ROW = 3
 """Prompts in a turn, where what kvtier takes is measured."""
 SAVED_S = 0.3
+RESETS = 100
+"""Times that an engine is asked to empty its own prefix cache."""
 
 
 def main() -> None:
@@ -47,11 +58,10 @@ def main() -> None:
             (Path(home) / name).mkdir()
             with Daemon(Path(home) / name, host="1GiB", disk="1GiB") as daemon:
                 try:
-                    with engine(folder, daemon, Path(home)) as subjects:
+                    with engine(folder, daemon, Path(home), rivals=bench.rivals) as subjects:
                         measure(bench, name, subjects)
                 except (ImportError, FileNotFoundError) as exc:
                     skipped(name, exc)
-    skipped("LMCache", "its vLLM connector is made for GPUs and was not tried on a CPU; bench_host measures its daemon")
     bench.finish()
 
 
@@ -117,7 +127,8 @@ def shares(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, 
     bench.add(f"{name}: first token, {share:.0%} of {prompts.length} tokens cached", "ms", samples, limit=alone)
     if share:
         return
-    overhead(bench, name, subjects, prompts)
+    if name == "vLLM":  # transformers takes five seconds for a prompt
+        overhead(bench, name, subjects, prompts)
     for field, what in (("inside_s", "time"), ("inside_cpu_s", "processor time of the engine's thread")):
         if field in inside[0]:
             costs = [max(got[field], 1e-9) / got["s"] * 100 for got in inside]
@@ -148,9 +159,9 @@ def overhead(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts
 
 
 @contextlib.contextmanager
-def transformers(folder: Path, daemon: Daemon, home: Path) -> Iterator[dict[str, Ask]]:
+def transformers(folder: Path, daemon: Daemon, home: Path, *, rivals: bool) -> Iterator[dict[str, Ask]]:
     """In this process."""
-    del home
+    del home, rivals
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -179,8 +190,8 @@ def transformers(folder: Path, daemon: Daemon, home: Path) -> Iterator[dict[str,
 
 
 @contextlib.contextmanager
-def vllm(folder: Path, daemon: Daemon, home: Path) -> Iterator[dict[str, Ask]]:
-    """Three engines in processes of their own, of which one works at a time."""
+def vllm(folder: Path, daemon: Daemon, home: Path, *, rivals: bool) -> Iterator[dict[str, Ask]]:
+    """Engines in processes of their own, of which one works at a time."""
     from vllmkit import PYTHON, Engine, connector, tier
 
     if not PYTHON.exists():
@@ -193,12 +204,52 @@ def vllm(folder: Path, daemon: Daemon, home: Path) -> Iterator[dict[str, Ask]]:
         for engine in engines.values():
             stack.callback(engine.kill)
         engines[OURS].tell("clock")
+        if rivals:
+            with contextlib.suppress(RivalFailed):
+                engines["LMCache MP"] = lmcache(stack, folder, home)
 
         def ask(engine: Engine, prompt: list[int]) -> dict[str, float]:
-            engine.tell("reset")
-            return engine.tell("first_token", prompt=prompt)
+            try:
+                for _ in range(RESETS):
+                    if engine.tell("reset"):
+                        return engine.tell("first_token", prompt=prompt)
+                    engine.tell("first_token", prompt=[5, 6, 7])  # LMCache gives blocks back with later steps
+                    engine.tell("settle")
+            except AssertionError as exc:
+                raise RivalFailed(str(exc).strip().splitlines()[-1]) from None
+            raise RivalFailed("its blocks are never freed")
 
         yield {name: lambda prompt, engine=engine: ask(engine, prompt) for name, engine in engines.items()}
+
+
+def lmcache(stack: contextlib.ExitStack, folder: Path, home: Path) -> Any:
+    """An engine on LMCache's server. Raises RivalFailed, after saying why.
+
+    Its other connector, LMCacheConnectorV1, goes on without a cache on a CPU: CreateGPUConnector raises "No supported
+    cpu connector found".
+    """
+    from vllmkit import PYTHON, SIDE, Engine, paths
+
+    rival = Rival(LMCACHE, "lmcache-vllm", "lmcache_server.py", PACKAGES, beside=str(site_of(PYTHON)))
+    try:
+        port = stack.enter_context(Running(rival)).ask("port")
+        attach = {
+            "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port},
+        }  # fmt: skip
+        env = {"PYTHONPATH": paths(SCRIPTS / "lmcache_vllm", SIDE), "DO_NOT_TRACK": "1"}
+        engine = Engine(home / "lmcache", folder, attach, env, rival.python(), max_model_len=2048)
+        stack.callback(engine.kill)
+        engine.tell("first_token", prompt=[5, 6, 7])
+    except (RivalFailed, AssertionError) as exc:
+        skipped(LMCACHE, str(exc).strip().splitlines()[-1])
+        raise RivalFailed(str(exc)) from None
+    return engine
+
+
+def site_of(python: Path) -> Path:
+    """Where an environment keeps its packages."""
+    return next((python.parent.parent / "lib").glob("python*")) / "site-packages"
 
 
 if __name__ == "__main__":

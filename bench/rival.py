@@ -33,6 +33,8 @@ class Rival(msgspec.Struct, frozen=True):
     """Arguments of one `pip install` each."""
     programs: tuple[str, ...] = ()
     """Programs that must be installed on the machine."""
+    beside: str = ""
+    """Site packages of another environment that its own come before."""
 
     def python(self) -> Path:
         """The interpreter of its venv, made on first use. Raises RivalFailed."""
@@ -44,7 +46,7 @@ class Rival(msgspec.Struct, frozen=True):
         home = VENVS / self.folder
         stamp = home / "installed.json"
         python = home / "bin" / "python"
-        wanted = json.dumps(self.pip)
+        wanted = json.dumps([self.pip, self.beside])
         if not (stamp.exists() and stamp.read_text() == wanted):
             print(f"installing {self.name} into {home.relative_to(ROOT)}", flush=True)
             self._install(home, python)
@@ -55,6 +57,9 @@ class Rival(msgspec.Struct, frozen=True):
         try:
             base = getattr(sys, "_base_executable", sys.executable)  # a venv made from a venv sees neither's packages
             subprocess.run([ROOT / ".ci" / "make-venv", base, home], check=True, capture_output=True, text=True)
+            if self.beside:
+                site = next((home / "lib").glob("python*")) / "site-packages"
+                (site / "beside.pth").write_text(f"import site; site.addsitedir({self.beside!r})\n")
             for packages in self.pip:
                 command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=INSTALL_S)

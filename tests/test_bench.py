@@ -132,6 +132,12 @@ def test_a_rival_that_fails_midway_is_left_out_and_the_rest_goes_on(measure, cap
     assert "skipped: rival: gone" in capsys.readouterr().out
 
 
+def test_a_median_says_how_sure_it_is(measure) -> None:
+    """The bounds are the numbers between which the true median lies in 95 of 100 cases."""
+    assert measure.middle([float(n) for n in range(100)]) == (49.5, 40.0, 59.0)
+    assert measure.middle([3.0]) == (3.0, 3.0, 3.0)
+
+
 def test_the_best_of_a_rate_is_its_highest_and_of_a_time_its_lowest(measure) -> None:
     """Ratios and targets follow the unit's direction."""
     target = measure.Target("ratio", ">=", 0.75)

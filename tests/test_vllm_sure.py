@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
+from vllmkit import PYTHON, SIDE, environment, needs_vllm
 from vllmstub import Context, Request, adapters, config, item, model, paged, step
 from weightkit import safetensors
 
@@ -299,6 +301,18 @@ def test_an_image_is_what_its_bytes_are_and_not_what_it_is_called(rank: Callable
     others += [item(name, pixels=[picture()]), item(name, pixels=picture().double())]
     assert [rank().finds(shown("b", each)) for each in others] == [0] * len(others)
     assert rank().finds(shown("c", item("my image", pixels=picture()))) == 4 * PAGES
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_images_are_read_as_vllm_sends_them():
+    """By vLLM's own classes and codec: a name that looks like a digest says nothing, and equal bytes are one image."""
+    shows = [["ab" * 32, 0.0], ["my image", 0.0], ["ab" * 32, 1.0]]
+    command = [PYTHON, SIDE / "shown.py", json.dumps(shows)]
+    done = subprocess.run(command, check=True, env=environment(), capture_output=True, text=True, timeout=200)
+    (one, sure), (same, also), (other, not_sure) = json.loads(done.stdout.splitlines()[-1])
+    assert one == same != other
+    assert (sure, also, not_sure) == (True, True, False)
 
 
 def test_a_name_that_was_two_images_is_stored_under_neither(rank: Callable[[], Rank]):

@@ -87,12 +87,13 @@ class Engine:
     """A vLLM engine in a process of its own; a context manager that ends it."""
 
     def __init__(
-        self, log: Path, model: Path, attach: dict[str, Any] | None, env: dict[str, str] | None = None, **options: Any
-    ) -> None:
+        self, log: Path, model: Path, attach: dict[str, Any] | None, env: dict[str, str] | None = None,
+        python: Path = PYTHON, **options: Any,
+    ) -> None:  # fmt: skip
         self.log = log
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                ["nice", PYTHON, SIDE / "engine.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                ["nice", python, SIDE / "engine.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 text=True, env=environment(**(env or {})), start_new_session=True,
             )  # fmt: skip
         more = {} if attach is None else {"kv_transfer_config": attach}

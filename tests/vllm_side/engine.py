@@ -131,6 +131,11 @@ class Engine:
         """Forget vLLM's own prefix cache, and tell the connector or not."""
         return self.llm.reset_prefix_cache(reset_connector=connector)
 
+    def settle(self) -> dict[str, Any]:
+        """A step that computes nothing: connectors hear of requests that have ended."""
+        self.llm.llm_engine.engine_core.get_output()
+        return {}
+
     def scale(self, layer: int, by: float) -> dict[str, Any]:
         """Change weights in place: those of one layer's first norm."""
         self.llm.apply_model(_Scale(layer, by))
