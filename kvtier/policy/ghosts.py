@@ -51,8 +51,9 @@ class Ghosts(Generic[M]):
         names = self._names
         out: list[M] = []
         for name in self._sampled(index, node, lo, hi):
+            if name in names:
+                names.move_to_end(name)
             names[name] = mark
-            names.move_to_end(name)
         while len(names) > self.bound:
             out.append(names.popitem(last=False)[1])
         return out
