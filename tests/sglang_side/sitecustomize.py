@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from typing import Any
@@ -127,8 +128,17 @@ def transfer_kv_all_layer_direct_lf_pf(
                 dst[page, layer] = src[src_indices[at : at + page_size]]
 
 
+def rotary() -> None:
+    """What SGLang imports of vLLM's for a rotary embedding on no device that it knows, and does not call on a CPU."""
+    if importlib.util.find_spec("vllm") is None:
+        for name in ("vllm", "vllm._custom_ops"):
+            sys.modules[name] = Module(name)
+            sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+
+
 def install() -> None:
     sys.meta_path.insert(0, Finder())
+    rotary()
     import torch
 
     # SGLang imports these only where there is CUDA; elsewhere the names are looked up here.
