@@ -75,10 +75,10 @@ class SmallStore:
     def leave(self, process: object, clean: bool) -> None:
         self.note("leave", clean)
 
-    def gone(self, process: object) -> None:
+    def gone(self, process: object, by: object = None) -> None:
         self.note("gone")
 
-    def register(self, msg: wire.Register, fd: int, peer: Any) -> wire.Registered:
+    def register(self, msg: wire.Register, fd: int, peer: Any, process: Any) -> wire.Registered:
         if msg.name == "refused":
             raise KvtierError(Code.BAD_REQUEST, "no", "name")
         self.registered.append((os.fstat(fd), peer.pid))
