@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
     stall_s: float = 30.0
     """Seconds without progress in a half-received body or unsent replies after which a connection is closed."""
     drain_s: float = 30.0
-    """Seconds after EOF at which a process counts as ended where the kernel gives no pidfd."""
+    """Seconds between looks whether a lost process still maps the arenas, where the kernel gives no pidfd."""
 
 
 class Shared:

@@ -241,6 +241,9 @@ class Server:
         except BaseException:
             sessions.left(session, clean=True)  # nobody has the whole Welcome: nobody maps an arena or knows its number
             raise
+        finally:
+            for fd in fds if session.arenas else ():
+                os.close(fd)
         try:
             await self._adopt(sock, connection)
         except BaseException:
@@ -282,6 +285,8 @@ class Server:
         if self._closing and kind not in _LETTING_GO:
             raise KvtierError(Code.CLOSING, "the daemon is shutting down")
         verb = self._store.verbs.get(kind)
+        if kind is wire.UseDevice and session.peer.pidfd is None:
+            raise KvtierError(Code.UNKNOWN, "its process cannot be watched: share the daemon's pid namespace", "token")
         if verb is not None:
             return verb(session.process, message)
         if isinstance(message, wire.Unmapped):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ from typing import Any, Final, Protocol
 from kvtier import wire
 from kvtier.handshake import Peer
 from kvtier.server.connection import Connection, Result
+from kvtier.server.mapped import lend, mapped
 from kvtier.types import Code, KvtierError, bad
 
 MAX_EARLIER: Final = 64
@@ -71,6 +73,12 @@ class Session:
         """Set with that."""
         self.dead = False
         """The pidfd said that the process has ended."""
+        self.arenas: list[int] = []
+        """Of a process that no pidfd watches: the store's descriptors of what it maps."""
+        self.mark = 0
+        """The lock by which its mappings are known there."""
+        self.unmapped = False
+        """Whether they were gone when last looked for."""
 
 
 class Sessions:
@@ -82,12 +90,16 @@ class Sessions:
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[int, Session] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._marks = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def join(self, hello: wire.Hello, peer: Peer, connection: Connection) -> tuple[Session, wire.Welcome, list[int]]:
-        """Attach a process to the store and watch it by a duplicate of its pidfd."""
+        """Attach a process to the store and watch it by a duplicate of its pidfd, or else by its mappings.
+
+        The descriptors are to be passed along; of a session with `arenas` they are the caller's to close.
+        """
         pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
         peer = peer._replace(pidfd=pidfd)
         try:
@@ -97,6 +109,13 @@ class Sessions:
                 os.close(pidfd)
             raise
         session = Session(1 + secrets.randbits(62), peer, process, connection)  # who knows it is its client
+        if pidfd is None:
+            session.arenas, session.mark = fds, next(self._marks)
+            try:
+                fds = lend(fds, session.mark)
+            except BaseException:
+                self._tell("leave", self._owner.leave, process, True)
+                raise
         welcome.session = session.number
         self._sessions[session.number] = session
         if pidfd is not None:
@@ -111,7 +130,19 @@ class Sessions:
         if clean or session.dead:
             self._end(session, tell=not clean)
         elif session.peer.pidfd is None:
-            self._timers[session.number] = self._loop.call_later(self._drain_s, self._end, session)
+            self._look_later(session)
+
+    def _look_later(self, session: Session) -> None:
+        """Look in a while whether a process that cannot be watched has let go of the arenas."""
+        self._timers[session.number] = self._loop.call_later(self._drain_s, self._look, session)
+
+    def _look(self, session: Session) -> None:
+        """End it where nothing is mapped, twice: a process that ends unmaps before its devices are closed."""
+        before, session.unmapped = session.unmapped, not mapped(session.arenas, session.mark)
+        if before and session.unmapped:
+            self._end(session)
+        else:
+            self._look_later(session)
 
     async def end_earlier(self, peer: Peer, numbers: tuple[int, ...]) -> None:
         """End sessions that their own process says are over; those that still drain are left for Unmapped."""
