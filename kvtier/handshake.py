@@ -26,7 +26,10 @@ _UCRED = struct.Struct("3i")
 
 
 class Peer(NamedTuple):
-    """The process at the other end, by the kernel's word. pidfd is None where the kernel cannot give one."""
+    """The process at the other end, by the kernel's word.
+
+    pid is 0 for one of another pid namespace. pidfd is None where the kernel is older than 6.5 and the pid is 0.
+    """
 
     uid: int
     gid: int
@@ -44,7 +47,8 @@ def peer_of(sock: socket.socket) -> Peer:
         return Peer(uid, gid, pid, sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
     except OSError as exc:
         if exc.errno == errno.ENOPROTOOPT:
-            return Peer(uid, gid, pid, None)
+            # If the pid is another process's by now, that one is watched: what its predecessor held returns late.
+            return Peer(uid, gid, pid, os.pidfd_open(pid) if pid else None)
         if exc.errno in {errno.ESRCH, errno.EINVAL, errno.ENODATA}:
             raise ProcessLookupError(errno.ESRCH, f"peer process {pid} has ended") from None
         raise

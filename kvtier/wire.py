@@ -415,6 +415,8 @@ class Register(Message):
     stride: int
     rows: int
     scope: str = ""
+    session: int = 0
+    """The Welcome's, of the connection that the region belongs to; 0: the only one that this process has."""
 
 
 class Registered(Message):
@@ -514,6 +516,8 @@ class RegisterKv(Message):
     tokens: tuple[bytes, ...]
     """What each stretch begins with, 1..64 bytes, unchanged until the reply: they are read back."""
     scope: str = ""
+    session: int = 0
+    """As in Register."""
 
 
 class Unregister(Message):

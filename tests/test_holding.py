@@ -247,7 +247,7 @@ async def test_a_process_that_reconnects_gets_back_what_its_lost_connection_held
         await new.open(spec())
         kept = await new.call(wire.Acquire((await new.match(tokens(1, 2))).handle))
         store.leave(old.process, clean=False)
-        store.gone(old.process)
+        store.gone(old.process, by=new.process)
         assert list(new.process.instance.leases) == [kept.lease]
         assert not new.process.instance.reservations
         assert (await new.match(tokens(7, 8))).pending == 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import os
 import socket
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -19,7 +21,7 @@ import uvloop
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier import wire
+from kvtier import handshake, wire
 from kvtier.frames import Frames
 from kvtier.handshake import readable
 from kvtier.server import Limits, Server
@@ -75,10 +77,10 @@ class SmallStore:
     def leave(self, process: object, clean: bool) -> None:
         self.note("leave", clean)
 
-    def gone(self, process: object) -> None:
+    def gone(self, process: object, by: object = None) -> None:
         self.note("gone")
 
-    def register(self, msg: wire.Register, fd: int, peer: Any) -> wire.Registered:
+    def register(self, msg: wire.Register, fd: int, peer: Any, process: Any) -> wire.Registered:
         if msg.name == "refused":
             raise KvtierError(Code.BAD_REQUEST, "no", "name")
         self.registered.append((os.fstat(fd), peer.pid))
@@ -584,16 +586,27 @@ async def test_a_lost_connection_leaves_only_when_its_requests_have_drained(worl
 # -- processes ---------------------------------------------------------------------------------------------------
 
 CHILD = """
-import socket, sys, os
+import mmap, socket, sys, os
 from kvtier import wire
 sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1])
-sock.sendall(wire.request_frame(wire.Hello(1, "child"), 1)); sock.recv(4096)
+sock.sendall(wire.request_frame(wire.Hello(1, "child"), 1)); _, fds, _, _ = socket.recv_fds(sock, 4096, 9)
 if "fork" in sys.argv and os.fork() == 0:
     print(os.getpid(), flush=True); sys.stdin.read(); os._exit(0)
 if "drop" in sys.argv: sock.close()
+if "map" in sys.argv: sock.close(); kept = mmap.mmap(fds[0], 1 << 16); os.close(fds[0])
 if "fork" not in sys.argv: print(os.getpid(), flush=True)
 sys.stdin.read()
 """
+
+
+class Unseen:
+    """Credentials as of a process of another pid namespace."""
+
+    size = 12
+
+    def unpack(self, raw: bytes) -> tuple[int, int, int]:
+        """The same without its pid."""
+        return 0, *struct.unpack("3i", raw)[1:]
 
 
 async def child(world: World, *how: str) -> Any:
@@ -651,23 +664,67 @@ async def test_a_child_that_inherited_the_socket_does_not_keep_its_parent_alive(
 
 
 @scene
-async def test_without_a_pidfd_a_process_is_gone_after_the_stated_delay(make, monkeypatch):
-    """On kernels before 6.5 the end of the connection and a delay stand in for the pidfd."""
-    import kvtier.server.server as module
-
-    real = module.peer_of
-
-    def old_kernel(sock: socket.socket) -> Any:
-        peer = real(sock)
-        os.close(peer.pidfd)
-        return peer._replace(pidfd=None)
-
-    monkeypatch.setattr(module, "peer_of", old_kernel)
-    world = await make(drain_s=0.05)
-    (await world.joined()).close()
+async def test_a_kernel_that_gives_no_pidfd_of_a_peer_gives_one_of_its_pid(world, monkeypatch):
+    """Before 6.5: the process is watched all the same."""
+    monkeypatch.setattr(handshake, "SO_PEERPIDFD", 9999)
+    process = await child(world)
+    process.kill()
     async with asyncio.timeout(5):
         await world.store.happened("gone")
     assert world.store.log[-2:] == [("leave", False), ("gone",)]
+    await reap(process)
+
+
+@scene
+async def test_a_process_that_cannot_be_watched_keeps_its_slots_while_it_maps_them(make, monkeypatch):
+    """Before 6.5 and in another pid namespace: the end of its connection is not its end."""
+    monkeypatch.setattr(handshake, "SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(handshake, "_UCRED", Unseen())
+    world = await make(drain_s=0.01)
+    process = await child(world, "map")
+    async with asyncio.timeout(5):
+        await world.store.happened("leave", False)
+    await asyncio.sleep(0.2)
+    assert ("gone",) not in world.store.log
+    process.kill()
+    async with asyncio.timeout(5):
+        await world.store.happened("gone")
+    await reap(process)
+
+
+@scene
+async def test_a_process_that_cannot_be_watched_has_no_part_of_the_device(world, monkeypatch):
+    """Nothing would say when it maps that no more."""
+    monkeypatch.setattr(handshake, "SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(handshake, "_UCRED", Unseen())
+    peer = await world.joined()
+    assert (await peer.ask(wire.UseDevice(b""))).code is Code.UNKNOWN
+    await still_serves(peer)
+
+
+@scene
+async def test_a_hello_whose_welcome_nobody_reads_leaves_no_session(world):
+    """Whether it gave up before the Welcome was sent or after: nobody knows its number, nobody maps an arena."""
+    early = world.peer()
+    early.sock.setblocking(True)
+    early.sock.sendall(wire.request_frame(HELLO, 1))
+    early.close()
+    late = world.peer()
+    await late.send(HELLO)
+    await readable(asyncio.get_running_loop(), late.sock.fileno())
+    late.close()
+    async with asyncio.timeout(5):
+        while world.store.log.count(("leave", True)) < 2:
+            await asyncio.sleep(0.01)
+    assert len(world.server.sessions) == 0
+    assert ("leave", False) not in world.store.log
+
+
+@scene
+async def test_no_session_number_tells_another(world):
+    """Who knows one is the client that it was given to, also where pids tell nothing."""
+    numbers = [(await world.peer().join()).session for _ in range(3)]
+    assert all(abs(a - b) > 1 << 20 for a, b in itertools.pairwise(numbers))
 
 
 @scene

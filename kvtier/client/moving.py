@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -53,8 +54,9 @@ class HeldRegion:
         if self._joined is not joined:
             if not self._open:
                 raise bad("region", "one that is registered", self.name)
+            message = msgspec.structs.replace(self._message, session=joined.welcome.session)
             try:
-                reply = cast("wire.Registered", (yield Hand(self._message, self._fds, wire.Registered)))
+                reply = cast("wire.Registered", (yield Hand(message, self._fds, wire.Registered)))
             except KvtierError as exc:
                 if self._joined is not None:  # it was registered before: not the engine's fault
                     raise Away(f"the daemon does not register region {self.name} again: {exc}") from exc

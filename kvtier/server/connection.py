@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
     stall_s: float = 30.0
     """Seconds without progress in a half-received body or unsent replies after which a connection is closed."""
     drain_s: float = 30.0
-    """Seconds after EOF at which a process counts as ended where the kernel gives no pidfd."""
+    """Seconds between looks whether a lost process still maps the arenas, where the kernel gives no pidfd."""
 
 
 class Shared:
@@ -112,6 +112,8 @@ class Connection(asyncio.Protocol):
         self._turn: asyncio.Handle | None = None
         self._moved = time.monotonic()
         self._clean = False
+        self._silent = True
+        """Nothing came yet, and nothing went but the Welcome."""
         self._ending = False
         self._lost = False
 
@@ -129,6 +131,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Serve the frames that are whole."""
         self._moved = time.monotonic()
+        self._silent = False
         self._frames.feed(data)
         self._drain()
 
@@ -146,9 +149,10 @@ class Connection(asyncio.Protocol):
         if self._turn is None:
             self._resume()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+    def connection_lost(self, exc: Exception | None) -> None:
         """Cancel what is in flight; `closed` follows when it has drained."""
         self._lost = True
+        self._clean |= self._silent and isinstance(exc, ConnectionResetError)  # closed before it had read the Welcome
         self._shared.discard(self)
         self._count(0)
         if self._turn is not None:
@@ -354,6 +358,7 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None or self._lost or transport.is_closing():
             return
+        self._silent = False
         transport.write(raw)
         if transport.get_write_buffer_size() > self._shared.limits.write_cap:
             _log.warning("closing a connection that does not read its replies")

@@ -238,6 +238,13 @@ class Server:
         session, welcome, fds = sessions.join(hello, peer, connection)
         try:
             await send_first(sock, wire.frame(first.header.verb, first.header.request, welcome), fds)
+        except BaseException:
+            sessions.left(session, clean=True)  # nobody has the whole Welcome: nobody maps an arena or knows its number
+            raise
+        finally:
+            for fd in fds if session.arenas else ():
+                os.close(fd)
+        try:
             await self._adopt(sock, connection)
         except BaseException:
             sessions.left(session, clean=False)
@@ -250,7 +257,8 @@ class Server:
         _check_name("instance", message.instance)
         if len(first.fds) != 1:
             raise bad("fds", "exactly one descriptor", len(first.fds))
-        reply = self._store.register(message, first.fds[0], peer)
+        process = self.sessions.speaking(message.session, peer)
+        reply = self._store.register(message, first.fds[0], peer, process)
         await self._loop.sock_sendall(sock, wire.frame(first.header.verb, first.header.request, reply))
 
     async def _map_device(self, sock: socket.socket, first: FirstFrame, message: wire.MapDevice, peer: Peer) -> None:
@@ -265,7 +273,8 @@ class Server:
         assert first.header is not None
         _check_name("name", message.name)
         _check_name("instance", message.instance)
-        reply = await self._store.register_kv(message, first.fds, peer)
+        process = self.sessions.speaking(message.session, peer)
+        reply = await self._store.register_kv(message, first.fds, peer, process)
         await self._loop.sock_sendall(sock, wire.frame(first.header.verb, first.header.request, reply))
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -276,6 +285,8 @@ class Server:
         if self._closing and kind not in _LETTING_GO:
             raise KvtierError(Code.CLOSING, "the daemon is shutting down")
         verb = self._store.verbs.get(kind)
+        if kind is wire.UseDevice and session.peer.pidfd is None:
+            raise KvtierError(Code.UNKNOWN, "its process cannot be watched: share the daemon's pid namespace", "token")
         if verb is not None:
             return verb(session.process, message)
         if isinstance(message, wire.Unmapped):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -13,6 +14,7 @@ from typing import Any, Final, Protocol
 from kvtier import wire
 from kvtier.handshake import Peer
 from kvtier.server.connection import Connection, Result
+from kvtier.server.mapped import lend, mapped
 from kvtier.types import Code, KvtierError, bad
 
 MAX_EARLIER: Final = 64
@@ -39,16 +41,18 @@ class Owner(Protocol):
     def leave(self, process: Process, clean: bool) -> None:
         """The process's connection is closed and no request of it is in flight; clean: it touches no slot."""
 
-    def gone(self, process: Process) -> None:
-        """After an unclean leave: the process can touch no slot any more."""
+    def gone(self, process: Process, by: Process | None = None) -> None:
+        """After an unclean leave: it can touch no slot any more; `by`: the same client's later session said so."""
 
     def unheard(self, process: Process, numbers: list[int]) -> None:
         """Of a process that lost its connection: these leases and reservations were given and never heard of."""
 
-    def register(self, msg: wire.Register, fd: int, peer: Peer) -> wire.Registered:
+    def register(self, msg: wire.Register, fd: int, peer: Peer, process: Process | None) -> wire.Registered:
         """Take a region, keeping a duplicate of the descriptor. Raises KvtierError."""
 
-    async def register_kv(self, msg: wire.RegisterKv, fds: Sequence[int], peer: Peer) -> wire.Registered:
+    async def register_kv(
+        self, msg: wire.RegisterKv, fds: Sequence[int], peer: Peer, process: Process | None
+    ) -> wire.Registered:
         """Map an engine's KV, keeping no descriptor. Raises KvtierError."""
 
     async def map_device(self, msg: wire.MapDevice, peer: Peer) -> tuple[wire.DeviceMapped, int]:
@@ -69,6 +73,12 @@ class Session:
         """Set with that."""
         self.dead = False
         """The pidfd said that the process has ended."""
+        self.arenas: list[int] = []
+        """Of a process that no pidfd watches: the store's descriptors of what it maps."""
+        self.mark = 0
+        """The lock by which its mappings are known there."""
+        self.unmapped = False
+        """Whether they were gone when last looked for."""
 
 
 class Sessions:
@@ -78,16 +88,18 @@ class Sessions:
         self._owner = owner
         self._drain_s = drain_s
         self._loop = asyncio.get_running_loop()
-        self._next = secrets.randbits(62)
         self._sessions: dict[int, Session] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._marks = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def join(self, hello: wire.Hello, peer: Peer, connection: Connection) -> tuple[Session, wire.Welcome, list[int]]:
-        """Attach a process to the store and watch it by a duplicate of its pidfd."""
-        self._next += 1
+        """Attach a process to the store and watch it by a duplicate of its pidfd, or else by its mappings.
+
+        The descriptors are to be passed along; of a session with `arenas` they are the caller's to close.
+        """
         pidfd = None if peer.pidfd is None else os.dup(peer.pidfd)
         peer = peer._replace(pidfd=pidfd)
         try:
@@ -96,7 +108,14 @@ class Sessions:
             if pidfd is not None:
                 os.close(pidfd)
             raise
-        session = Session(self._next, peer, process, connection)
+        session = Session(1 + secrets.randbits(62), peer, process, connection)  # who knows it is its client
+        if pidfd is None:
+            session.arenas, session.mark = fds, next(self._marks)
+            try:
+                fds = lend(fds, session.mark)
+            except BaseException:
+                self._tell("leave", self._owner.leave, process, True)
+                raise
         welcome.session = session.number
         self._sessions[session.number] = session
         if pidfd is not None:
@@ -111,13 +130,25 @@ class Sessions:
         if clean or session.dead:
             self._end(session, tell=not clean)
         elif session.peer.pidfd is None:
-            self._timers[session.number] = self._loop.call_later(self._drain_s, self._end, session)
+            self._look_later(session)
+
+    def _look_later(self, session: Session) -> None:
+        """Look in a while whether a process that cannot be watched has let go of the arenas."""
+        self._timers[session.number] = self._loop.call_later(self._drain_s, self._look, session)
+
+    def _look(self, session: Session) -> None:
+        """End it where nothing is mapped, twice: a process that ends unmaps before its devices are closed."""
+        before, session.unmapped = session.unmapped, not mapped(session.arenas, session.mark)
+        if before and session.unmapped:
+            self._end(session)
+        else:
+            self._look_later(session)
 
     async def end_earlier(self, peer: Peer, numbers: tuple[int, ...]) -> None:
         """End sessions that their own process says are over; those that still drain are left for Unmapped."""
         for number in numbers[:MAX_EARLIER]:
             session = self._sessions.get(number)
-            if session is None or session.peer[:3] != peer[:3]:
+            if session is None or not _may_be_one(session.peer, peer):
                 continue
             if session.connection is not None:
                 session.connection.abort()
@@ -134,7 +165,7 @@ class Sessions:
         session = self._sessions.get(number)
         if session is None:
             return
-        if session.peer[:3] != by.peer[:3] or session is by:
+        if not _may_be_one(session.peer, by.peer) or session is by:
             raise KvtierError(Code.FORBIDDEN, "expected an earlier session of this process", "session")
         if session.connection is not None:
             raise KvtierError(Code.BUSY, "the connection of that session is not closed and drained yet", "session")
@@ -142,7 +173,18 @@ class Sessions:
         given = [session.granted[request] for request in requests if request in session.granted]
         if given:
             self._tell("unheard", self._owner.unheard, session.process, given)
-        self._end(session)
+        self._end(session, by=by.process)
+
+    def speaking(self, number: int, peer: Peer) -> Process | None:
+        """Whose connection a client says it is, None where it says none; raises unknown, forbidden."""
+        if not number:
+            return None
+        session = self._sessions.get(number)
+        if session is None:
+            raise KvtierError(Code.UNKNOWN, "that session is over", "session")
+        if not _may_be_one(session.peer, peer):
+            raise KvtierError(Code.FORBIDDEN, "expected a session of this process", "session")
+        return session.process
 
     def close(self) -> None:
         """Stop watching; nothing is said to the store."""
@@ -159,13 +201,13 @@ class Sessions:
         else:
             self._end(session)
 
-    def _end(self, session: Session, tell: bool = True) -> None:
+    def _end(self, session: Session, tell: bool = True, by: Process | None = None) -> None:
         """Nothing of this session can be touched by its process any more."""
         if session.number not in self._sessions:
             return
         self._unwatch(session)
         if tell:
-            self._tell("gone", self._owner.gone, session.process)
+            self._tell("gone", self._owner.gone, session.process, by)
 
     def _unwatch(self, session: Session) -> None:
         """Forget a session and close its pidfd."""
@@ -183,3 +225,8 @@ class Sessions:
             call(*args)
         except Exception:  # noqa: BLE001
             _log.exception("store.%s failed", what)
+
+
+def _may_be_one(one: Peer, other: Peer) -> bool:
+    """Whether two connections can be of one process. That they are of one client, a session's number shows."""
+    return one[:3] == other[:3]

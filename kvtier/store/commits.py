@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.mover import BATCH_BYTES, INLINE_BYTES, Urgency, digest, drained
 from kvtier.store.cache import Cache
 from kvtier.store.durable import told_durable, watch_keys
-from kvtier.store.instance import Process
+from kvtier.store.instance import Instance, Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, Tier, bad
@@ -202,13 +202,26 @@ class Commits:
         res = self._find(process, msg.reservation)
         if res is not None:
             res.acks.add(process)
-            res.abandon()
-            self._finish(res)
+            self.give_up([res])
         return Ok()
 
+    def give_up(self, reservations: Iterable[Reservation]) -> None:
+        """Nobody fills more of them; they end when no process may write any more."""
+        for res in reservations:
+            res.abandon()
+            self._finish(res)
+
     def process_gone(self, process: Process) -> None:
-        """A dead process writes no more: aborted reservations that waited for its word may end."""
+        """A dead process writes no more: what waited for its word may end, what only it could fill is given up."""
         for res in list(process.instance.reservations.values()):
+            res.orphan()
+            self._finish(res)
+
+    def appointed(self, instance: Instance, cache: Cache) -> None:
+        """A worker opened a cache: it is named in reservations that it is to write, before it may be lost again."""
+        for res in [res for res in instance.reservations.values() if res.cache is cache]:
+            res.decide()
+            res.orphan()
             self._finish(res)
 
     def let_go(self, reservations: Iterable[Reservation]) -> None:

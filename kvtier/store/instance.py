@@ -141,9 +141,14 @@ class Instance:
         """(cache number, shard bit) -> the one of its replicas that writes: two would race, the slower into slots that
         were served and given away meanwhile."""
 
-    def has(self, pid: int) -> bool:
-        """Whether a process of that number is attached."""
-        return any(process.peer.pid == pid for process in self.processes)
+    def only(self, pid: int) -> Process:
+        """The one session of a pid, for a client that does not say which session it is; raises unknown, bad_request."""
+        found = [process for process in self.processes if process.peer.pid == pid and not process.left]
+        if not found:
+            raise KvtierError(Code.UNKNOWN, f"not attached to instance {self.name}: send hello first", "instance")
+        if len(found) > 1:
+            raise bad("session", f"its session, where {len(found)} have pid {pid} to this daemon")
+        return found[0]
 
     def charge(self, cost: int) -> None:
         """Count bytes against the cap; raises over_cap."""

@@ -39,7 +39,7 @@ Words = npt.NDArray[np.int64]
 class KvRegion:
     """One process's paged KV, mapped in the device's thread."""
 
-    def __init__(self, name: str, owner: int, memory: list[Buffer], layers: list[list[Paged]]) -> None:
+    def __init__(self, name: str, owner: Process, memory: list[Buffer], layers: list[list[Paged]]) -> None:
         self.name = name
         self.owner = owner
         self.memory = memory
@@ -112,15 +112,15 @@ class KvRegions:
             raise KvtierError(Code.UNKNOWN, f"no device here: {why}", "region")
         return vram.carrier
 
-    async def register(self, instance: Instance, msg: RegisterKv, fds: Sequence[int], owner: int) -> Registered:
+    async def register(self, owner: Process, msg: RegisterKv, fds: Sequence[int]) -> Registered:
         """Map an engine's KV and read its tokens back. Raises bad_request, over_cap, io with advice."""
         if not 1 <= len(msg.name) <= MAX_NAME:
             raise bad("name", f"1..{MAX_NAME} characters", msg.name)
         _check(msg, len(fds))
-        carrier = self._carrier
+        carrier, instance = self._carrier, owner.instance
 
         def same() -> list[int]:
-            return [number for number, r in instance.kv.items() if (r.owner, r.name) == (owner, msg.name)]
+            return [number for number, r in instance.kv.items() if r.owner is owner and r.name == msg.name]
 
         if len(instance.kv) - len(same()) >= MOST_REGIONS:
             raise KvtierError(Code.OVER_CAP, f"an instance registers the KV of at most {MOST_REGIONS} processes")
@@ -134,28 +134,23 @@ class KvRegions:
             raise
         for old in same():
             self.drop_one(instance, old)
-        if not instance.has(owner):  # else nobody's end would unmap it
+        if owner.left:  # else nobody's end would unmap it
             await self._close(region)
-            raise KvtierError(Code.UNKNOWN, "the process has ended", "instance")
+            raise KvtierError(Code.UNKNOWN, "the session is over", "session")
         number = next(self.parts.numbers)
         instance.kv[number] = region
         return Registered(number, mapped=True)
 
-    def drop(self, instance: Instance, before: int) -> None:
-        """Let go of regions with lower numbers: their processes are gone. What moves there ends first."""
-        for number in [number for number in instance.kv if number < before]:
-            self.drop_one(instance, number)
-
     def drop_one(self, instance: Instance, number: int) -> None:
-        """Let go of one."""
+        """Let go of one; what moves there ends first."""
         task = asyncio.get_running_loop().create_task(self._drop(instance.kv.pop(number)))
         self.parts.closing.add(task)
         task.add_done_callback(self.parts.closing.discard)
 
-    def owner_gone(self, instance: Instance, pid: int) -> None:
-        """A process of the instance has ended: what it had registered is unmapped."""
-        for number in [number for number, region in instance.kv.items() if region.owner == pid]:
-            self.drop_one(instance, number)
+    def owner_gone(self, owner: Process) -> None:
+        """A session is over: what it had registered is unmapped."""
+        for number in [number for number, region in owner.instance.kv.items() if region.owner is owner]:
+            self.drop_one(owner.instance, number)
 
     @contextlib.asynccontextmanager
     async def _using(self, region: KvRegion) -> AsyncIterator[None]:
@@ -283,7 +278,7 @@ class KvRegions:
         cache, first = res.cache, msg.first - res.start
         part, blocks, per = self._blocks(process, region, cache, msg.group, msg.rows)
         pages = len(blocks) // per
-        if res.writer(process.ranks[cache.number].bit) is not process:
+        if res.writers.get(process.ranks[cache.number].bit) is not process:
             raise bad("reservation", "one that this process writes")
         if first < 0 or first + pages > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", msg.first)

@@ -46,14 +46,15 @@ class Regions:
         self.running: Counter[int] = Counter()
         """Transfers per region that has any."""
 
-    def register(self, instance: Instance, msg: Register, fd: int, owner: int) -> Registered:
+    def register(self, owner: Process, msg: Register, fd: int) -> Registered:
         """Map (or keep) the memory behind `fd`; raises bad_request for an fd that is not what was said.
 
-        It takes the place of a region that the same process, `owner`, registered by that name.
+        It takes the place of a region that the same session, `owner`, registered by that name.
         """
+        instance = owner.instance
         if not msg.name or len(msg.name) > 128:
             raise bad("name", "1..128 characters", msg.name)
-        same = [number for number, r in instance.regions.items() if (r.owner, r.name) == (owner, msg.name)]
+        same = [number for number, r in instance.regions.items() if r.owner is owner and r.name == msg.name]
         if len(instance.regions) - len(same) >= 64:
             raise KvtierError(Code.OVER_CAP, "an instance registers at most 64 regions")
         region = Region(fd, msg.offset, msg.stride, msg.rows, msg.name, owner)
@@ -76,17 +77,12 @@ class Regions:
         process.instance.regions.pop(msg.region).close()
         return Ok()
 
-    def drop(self, instance: Instance, before: int) -> None:
-        """Let go of regions with lower numbers: their processes are gone."""
-        self.kv.drop(instance, before)
-        for number in [number for number in instance.regions if number < before]:
-            self._let_go(instance, number)
-
-    def owner_gone(self, instance: Instance, pid: int) -> None:
-        """A process of the instance has ended, while others have not: let go of what it had registered."""
-        self.kv.owner_gone(instance, pid)
-        for number in [number for number, region in instance.regions.items() if region.owner == pid]:
-            self._let_go(instance, number)
+    def owner_gone(self, owner: Process) -> None:
+        """A session is over, whatever its siblings do: let go of what it had registered."""
+        self.kv.owner_gone(owner)
+        regions = owner.instance.regions
+        for number in [number for number, region in regions.items() if region.owner is owner]:
+            self._let_go(owner.instance, number)
 
     def _let_go(self, instance: Instance, number: int) -> None:
         """Nothing new moves there; the last transfer that runs on it closes it."""
@@ -318,7 +314,7 @@ class Regions:
             raise bad("reservation", "one in host memory", msg.reservation)
         rows = self._rows(process, msg, res.cache)
         _check_whole(process, res.cache)
-        if res.writer(process.ranks[res.cache.number].bit) is not process:
+        if res.writers.get(process.ranks[res.cache.number].bit) is not process:
             raise bad("reservation", "one that this process writes")
         first = msg.first - res.start
         if first < 0 or first + len(rows) > res.pages:

@@ -42,7 +42,7 @@ class Reservation:
         """Whether who reserved writes its shard; a scheduler beside workers does not."""
         self.writers: dict[int, Process] = {rank.bit: process} if self.writes else {}
         """Shard bit -> the only process that writes it; workers that join later are added."""
-        self._decide()
+        self.decide()
         self.nodes = nodes
         """Token cache: the one node that ends the path. Keyed: one node per key."""
         self.start = start
@@ -81,7 +81,7 @@ class Reservation:
     def mark(self, process: Process, first: int, pages: int) -> Sequence[int]:
         """Note that a process filled its shard of positions [first, first + pages); returns those now complete."""
         rank = process.ranks[self.cache.number]
-        if self.writer(rank.bit) is not process:
+        if self.writers.get(rank.bit) is not process:
             return []  # a replica writes it
         full = self.instance.complete_mask(self.cache)
         self.committer = process
@@ -246,25 +246,31 @@ class Reservation:
             if self.state[at] != SETTLED:
                 self.state[at] = ABORTED
 
-    def writer(self, bit: int) -> Process | None:
-        """The one process that writes a shard, if any."""
-        named = self.instance.writers.get((self.cache.number, bit))
-        if named is None or bit in self.writers or WHOLE in self.writers:
-            return self.writers.get(bit)
-        if named.above < self.number and not named.process.left:
-            self.writers[bit] = named.process
-        return self.writers.get(bit)
+    def decide(self) -> None:
+        """Name the writer of every shard that has one now and had none: it may write, whatever becomes of it later."""
+        if WHOLE in self.writers:
+            return
+        for (number, bit), named in self.instance.writers.items():
+            fresh = number == self.cache.number and bit not in self.writers
+            if fresh and named.above < self.number and not named.process.left:
+                self.writers[bit] = named.process
 
-    def _decide(self) -> None:
-        """Name the writer of every shard that has one."""
-        for number, bit in self.instance.writers:
-            if number == self.cache.number:
-                self.writer(bit)
+    def orphan(self) -> None:
+        """Give up pages that lack a shard whose writer is gone, or is one that came too late to write it."""
+        never = 0
+        if WHOLE not in self.writers:
+            late = [b for number, b in self.instance.writers if number == self.cache.number and b not in self.writers]
+            never = sum(late)
+        for bit, process in self.writers.items():
+            if process not in self.instance.processes:
+                never |= bit
+        for at in range(self.pages if never else 0):
+            if self.state[at] == OPEN and never & ~self.marks[at]:
+                self.state[at] = ABORTED
 
     @property
     def writable(self) -> bool:
         """Whether some process may still write: it lives, and neither let go nor committed its shard of every page."""
-        self._decide()
         return any(
             process in self.instance.processes and process not in self.acks and self._unmarked(bit)
             for bit, process in self.writers.items()

@@ -49,6 +49,7 @@ class Reserving:
         deadline = self.parts.deadline(msg.wait_ms)
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
+        self.parts.opened(process, cache.number)  # a sibling's handle says nothing of which shard this one holds
         space = self._space(process, cache, device=msg.device)
         if space is None or not space.memory.budget_bytes:
             return Reserved(0, 0, refused=Code.NO_SPACE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,29 +13,27 @@ from kvtier.peer.base import PeerTier
 from kvtier.policy.quota import Rule
 from kvtier.store import curves
 from kvtier.store.agreeing import Agreeing
+from kvtier.store.attached import Attached
 from kvtier.store.cache import Cache
 from kvtier.store.checkup import Checkup
-from kvtier.store.commits import Commits
 from kvtier.store.explain import Explain
 from kvtier.store.exports import Exports
 from kvtier.store.flush import flush, make_durable
 from kvtier.store.hints import Hints
 from kvtier.store.imports import Imports
-from kvtier.store.instance import Instance, Process
-from kvtier.store.keyed import Keys
+from kvtier.store.instance import Process
 from kvtier.store.operate import Operate
 from kvtier.store.ordering import Ordering
 from kvtier.store.parts import Parts
 from kvtier.store.peers import Peers
 from kvtier.store.pins import Pins
-from kvtier.store.regions import Regions
 from kvtier.store.report import Report
 from kvtier.store.routing import Routing
 from kvtier.store.scrub import Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.upkeep import Upkeep
 from kvtier.store.visits import Visits
-from kvtier.store.vram import DeviceMemory, Vram
+from kvtier.store.vram import DeviceMemory
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -46,7 +43,7 @@ Verb = Callable[[Process, Any], wire.Message | Awaitable[wire.Message]]
 AdminVerb = Callable[[Any], wire.Message | Awaitable[wire.Message]]
 
 
-class Store:
+class Store(Attached):
     """Caches of one host over its tiers.
 
     `cap` is the share of the host arena that one instance may hold in leases and reservations, so that a stopped
@@ -64,13 +61,8 @@ class Store:
         ways: Ways | None = None,
         device: DeviceMemory | None = None,
     ) -> None:
-        self.parts = Parts(host, disk, ways, device)
-        self.cap(cap)
-        self.version = version
+        super().__init__(Parts(host, disk, ways, device), cap, version)
         self.tokens = Tokens(self.parts)
-        self.keys = Keys(self.parts)
-        self.commits = Commits(self.parts)
-        self.regions = Regions(self.parts, self.keys, self.commits)
         self.pins = Pins(self.parts)
         self.checkup = Checkup(self.parts, self.pins)
         self.report = Report(self.parts, self.checkup, version)
@@ -81,8 +73,6 @@ class Store:
         exports, imports = Exports(self.parts, self.visits), Imports(self.parts, self.visits)
         self._scrub_bytes_s = scrub_bytes_s
         self._background: list[asyncio.Task[None]] = []
-        self.closing = False
-        self.run = secrets.token_bytes(16)
         self.verbs: Mapping[type[wire.Message], Verb] = {
             wire.Open: self.open,
             wire.Reset: self.reset,
@@ -160,129 +150,9 @@ class Store:
         """Bring pages from other hosts and push to them; before `start`."""
         self.parts.peers = Peers(self.parts, self.tokens, self.keys, self.commits, tier, self.cap_bytes)
 
-    def cap(self, share: float) -> None:
-        """The share of host that an instance may hold, from now on; what is held beyond it stays."""
-        vram = self.parts.vram
-        self.cap_bytes = int(self.parts.host.budget_bytes * share)
-        self.device_cap = int(vram.tier.budget_bytes * share) if vram is not None else 0
-        for instance in self.parts.instances.values():
-            instance.cap_bytes, instance.device_cap = self.cap_bytes, self.device_cap
-
     def limit(self, quotas: Sequence[Rule]) -> None:
         """Other quotas from now on; what is stored comes under them within moments."""
         self.parts.ways.quotas.set(quotas, self.parts.caches.values())
-
-    # -- sessions --------------------------------------------------------------------------------------------------
-
-    def join(
-        self, hello: wire.Hello, peer: Any, notify: Callable[[wire.Message], None]
-    ) -> tuple[Process, wire.Welcome, list[int]]:
-        """A process joins its instance; returns it, the reply, and the arenas' fds to pass along."""
-        if self.closing:
-            raise KvtierError(Code.CLOSING, "the daemon is draining")
-        if hello.version != wire.VERSION:
-            raise KvtierError(Code.VERSION, f"expected protocol version {wire.VERSION}, got {hello.version}", "version")
-        instance = self._instance(hello.instance, hello.scope, peer)
-        arenas = self.parts.arenas(instance.scope)
-        process = Process(next(self.parts.numbers), instance, peer, notify, events=hello.events)
-        instance.processes.add(process)
-        self.parts.instances[instance.scope, instance.name] = instance
-        welcome = wire.Welcome(
-            wire.VERSION,
-            f"kvtierd {self.version}",
-            instance.scope,
-            tuple(wire.ArenaInfo(a.number, a.bytes) for a in arenas),
-            self.cap_bytes,
-            self.cap_bytes,
-            run=self.run,
-        )
-        return process, welcome, [a.fd for a in arenas]
-
-    def _instance(self, name: str, scope: str, peer: Any) -> Instance:
-        """The instance of that name in the peer's scope, made on first use."""
-        if not 1 <= len(name) <= wire.MAX_NAME:
-            raise bad("instance", f"1..{wire.MAX_NAME} characters", name)
-        if len(scope) > wire.MAX_NAME:
-            raise bad("scope", f"at most {wire.MAX_NAME} characters", scope)
-        full = f"uid:{peer.uid}" + (f":{scope}" if scope else "")
-        return self.parts.instances.get((full, name)) or Instance(name, full, self.cap_bytes, self.device_cap)
-
-    def _attached(self, msg: wire.Register | wire.RegisterKv, peer: Any) -> Instance:
-        """The instance that a process belongs to, whose end frees what it registers; raises unknown."""
-        instance = self._instance(msg.instance, msg.scope, peer)
-        if not instance.has(peer.pid):
-            raise KvtierError(Code.UNKNOWN, f"not attached to instance {msg.instance}: send hello first", "instance")
-        return instance
-
-    def leave(self, process: Process, clean: bool) -> None:
-        """Its connection closed: with Bye it is gone at once, else when its pidfd says so."""
-        process.left = True
-        if clean:
-            self.gone(process)
-
-    def gone(self, process: Process) -> None:
-        """A process touches no slot any more; with the last one everything of its instance returns."""
-        instance = process.instance
-        if process not in instance.processes:
-            return
-        instance.processes.discard(process)
-        if not instance.processes:
-            instance.gone = True
-            self.parts.instances.pop((instance.scope, instance.name), None)
-            instance.paths.clear()
-            self._return(instance, next(self.parts.numbers))
-            self.parts.prune()
-            return
-        if all(other.peer.pid == process.peer.pid for other in instance.processes):
-            # One process that lost its connection and came back: nobody else was told what it held.
-            self._return(instance, min(other.born for other in instance.processes))
-        self.commits.process_gone(process)
-        if all(other.peer.pid != process.peer.pid for other in instance.processes):
-            self.regions.owner_gone(instance, process.peer.pid)
-
-    def unheard(self, process: Process, numbers: list[int]) -> None:
-        """What was given in replies that never came: nobody knows of it, so it returns."""
-        instance = process.instance
-        for number in numbers:
-            lease, res = instance.leases.pop(number, None), instance.reservations.get(number)
-            if lease is not None:
-                self.keys.drop(instance, lease)
-            if res is not None:
-                self.commits.let_go([res])
-
-    def _return(self, instance: Instance, before: int) -> None:
-        """Take back leases, reservations and regions with lower numbers."""
-        self.commits.let_go([res for number, res in instance.reservations.items() if number < before])
-        for number in [number for number in instance.leases if number < before]:
-            self.keys.drop(instance, instance.leases.pop(number))
-        self.regions.drop(instance, before)
-
-    def register(self, msg: wire.Register, fd: int, peer: Any) -> wire.Registered:
-        """An attached process shares memory of its own."""
-        instance = self._attached(msg, peer)
-        return self.regions.register(instance, msg, fd, peer.pid)
-
-    async def register_kv(self, msg: wire.RegisterKv, fds: Sequence[int], peer: Any) -> wire.Registered:
-        """An attached process shares its own paged KV in device memory."""
-        instance = self._attached(msg, peer)
-        return await self.regions.kv.register(instance, msg, fds, peer.pid)
-
-    async def map_device(self, msg: wire.MapDevice, peer: Any) -> tuple[wire.DeviceMapped, int]:
-        """Tell a process of an attached instance how to map the device's memory; the descriptor stays the store's."""
-        instance = self._instance(msg.instance, msg.scope, peer)
-        if not instance.processes:
-            raise KvtierError(Code.UNKNOWN, f"no instance {msg.instance} is attached: send hello first", "instance")
-        return await self._device().map(instance.scope)
-
-    def use_device(self, process: Process, msg: wire.UseDevice) -> wire.Ok:
-        """A process shows that it maps the device's memory."""
-        return self._device().use(process, msg)
-
-    def _device(self) -> Vram:
-        """The device tier; raises unknown."""
-        if self.parts.vram is None:
-            raise KvtierError(Code.UNKNOWN, "no device tier is configured here", "device")
-        return self.parts.vram
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse newcomers, make durable what can be within the time, and close everything."""
@@ -337,6 +207,7 @@ class Store:
     def _opened(self, process: Process, cache: Cache) -> wire.Opened:
         sizes = zip(cache.item_bytes, cache.shape.slot_bytes, cache.shape.slots_per_item, strict=True)
         above = process.instance.appoint(process, cache.number, next(self.parts.numbers))
+        self.commits.appointed(process.instance, cache)
         return wire.Opened(cache.number, cache.id, cache.epoch, tuple(wire.GroupInfo(*s) for s in sizes), above)
 
     def _supersede(self, cache: Cache) -> asyncio.Future[None]:

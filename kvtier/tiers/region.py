@@ -71,7 +71,7 @@ class Region:
     bytes move; those running at `close` still end well. Raises bad_request naming the field that is wrong.
     """
 
-    def __init__(self, fd: int, offset: int, stride: int, rows: int, name: str, owner: int = 0) -> None:
+    def __init__(self, fd: int, offset: int, stride: int, rows: int, name: str, owner: object = None) -> None:
         _check(fd, offset, stride, rows)
         self.name = name
         self.owner = owner
