@@ -15,7 +15,7 @@ from kvtier.client.asynclink import AsyncLink
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached
 from kvtier.client.held import HeldLease, HeldReservation, adopted
-from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
+from kvtier.client.link import FAULTS, Away, Given, Identity, Steps
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Stretches, Target, registering, registering_kv
 from kvtier.client.slots import Checks, Slots, Verify
 from kvtier.identity import CacheSpec, Slice
@@ -144,8 +144,9 @@ class AsyncCache(OpenCache):
         got = await self.client.attempt(self.entering(), None)
         told = adopted(share, self, got[0] if got else None)
         if told.lease is not None:
-            return AsyncBorrowed(self, got and (got[0], told.lease))
-        return AsyncReservation(self, told.start, (got[0], told.reservation) if got and told.reservation else None)
+            return AsyncBorrowed(self, got and Given(got[0], told.lease, told.cache_id))
+        held = got and told.reservation and Given(got[0], told.reservation, told.cache_id)
+        return AsyncReservation(self, told.start, held or None)
 
     async def reset(self) -> int:
         """Move to a new epoch and free the old one; see sync.Cache.reset."""
@@ -238,7 +239,7 @@ async def fenced(slots: Slots, after: Reached | None, timeout_s: float) -> None:
 class AsyncLease(HeldLease):
     """Readable pages, held until released. An async context manager."""
 
-    def __init__(self, cache: AsyncCache, got: tuple[Joined, wire.Acquired] | None) -> None:
+    def __init__(self, cache: AsyncCache, got: Given[wire.Acquired] | None) -> None:
         super().__init__(cache, cache.client.checks, *(got or ()))
         self._client = cache.client
 
@@ -268,7 +269,7 @@ class AsyncBorrowed(AsyncLease):
 class AsyncReservation(HeldReservation):
     """Writable slots. An async context manager that gives back what was not committed."""
 
-    def __init__(self, cache: AsyncCache, start: int, got: tuple[Joined, wire.Reserved] | None) -> None:
+    def __init__(self, cache: AsyncCache, start: int, got: Given[wire.Reserved] | None) -> None:
         super().__init__(cache, start, *(got or ()))
         self._client = cache.client
 
@@ -313,8 +314,9 @@ class AsyncRegion(HeldRegion):
         self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> AsyncTransfer:
         """Begin copying items into rows; see sync.Region.start_load."""
-        got = await self._client.attempt(self._loading(source, rows, group, first, wait_ms), None)
-        return AsyncTransfer(self, len(rows), wait_ms, got)
+        transfer = AsyncTransfer(self, len(rows), wait_ms)
+        await self._client.attempt(self._loading(transfer, source, rows, group, first, wait_ms), None)
+        return transfer.in_hand()
 
     async def load(self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
         """Copy items into rows: one byte per row, 1 where its verified bytes are there; see sync.Region.load."""
@@ -324,8 +326,9 @@ class AsyncRegion(HeldRegion):
         self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> AsyncTransfer:
         """Begin copying rows into the cache; see sync.Region.start_store."""
-        got = await self._client.attempt(self._storing(target, rows, group, first, wait_ms), None)
-        return AsyncTransfer(self, len(rows), wait_ms, got)
+        transfer = AsyncTransfer(self, len(rows), wait_ms)
+        await self._client.attempt(self._storing(transfer, target, rows, group, first, wait_ms), None)
+        return transfer.in_hand()
 
     async def store(self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
         """Copy rows into the cache: one byte per row, 1 where the item is stored or was already."""
@@ -339,10 +342,8 @@ class AsyncRegion(HeldRegion):
 class AsyncTransfer(Moving):
     """One load or store in flight; its rows are fenced until the daemon's word is there."""
 
-    def __init__(
-        self, region: AsyncRegion, count: int, wait_ms: int, got: tuple[Joined, Ticket[wire.Message]] | None
-    ) -> None:
-        super().__init__(region, count, *(got or ()))
+    def __init__(self, region: AsyncRegion, count: int, wait_ms: int) -> None:
+        super().__init__(region, count)
         self._client = region._client  # noqa: SLF001 - of the same module
         self._wait_s = wait_ms / 1000
 

@@ -19,9 +19,16 @@ OFFSET_MASK: Final = (1 << ARENA_SHIFT) - 1
 GRANULE: Final = 2 << 20
 """Whether this process has the arena's pages in its own page table is noted by pieces of this size."""
 _MADV_POPULATE_READ: Final = 22
+_PROT_NONE: Final = 0
+_MAP_FIXED_NOREPLACE: Final = 0x100000
+_HOLE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
 
 _libc = ctypes.CDLL(None)  # its calls let go of the GIL
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_foreign: list[mmap.mmap] = []
+"""In a child of fork: what must never be unmapped, since other memory lies there."""
 
 
 class Arenas:
@@ -112,6 +119,17 @@ class Arenas:
         row = self._rows.get(lo >> ARENA_SHIFT)
         if row is not None and (lo & OFFSET_MASK) + hi - lo <= len(row):
             _libc.madvise(row.ctypes.data + (lo & OFFSET_MASK), hi - lo, _MADV_POPULATE_READ)
+
+    def forked(self) -> None:
+        """In a child of fork, which has not inherited the mappings, but the objects that will unmap their addresses.
+
+        Nothing else may come to lie there before, least of all the arenas of the child's own connection.
+        """
+        self._places.clear()
+        for mapped in self._maps:
+            at, size = np.frombuffer(mapped, np.uint8).ctypes.data, len(mapped)
+            if _libc.mmap(at, size, _PROT_NONE, _HOLE, -1, 0) != at:
+                _foreign.append(mapped)
 
     def unmap(self) -> bool:
         """Unmap what neither a view nor an address in somebody's hands refers to; True when nothing is mapped."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kvtier import wire
 from kvtier.client.link import (
+    EVENTS,
     IN_FLIGHT,
     RETRY_S,
     Away,
@@ -31,6 +33,7 @@ from kvtier.client.link import (
     Wait,
     dial,
     first_reply,
+    heirs,
     hello_frame,
     undo,
     unmapped_message,
@@ -49,6 +52,7 @@ class _Stream(asyncio.Protocol):
 
     def __init__(self, link: AsyncLink, joined: Joined) -> None:
         self.joined = joined
+        self.lost = False
         self.writable = asyncio.Event()
         self.writable.set()
         self._link = link
@@ -88,10 +92,20 @@ class AsyncLink:
         self.path = path
         self.who = who
         self.timeout_s = timeout_s
-        self.inbox = Inbox()
-        self._stream: _Stream | None = None
         self.recovery = Recovery()
+        self._fresh()
+        heirs.add(self)
+
+    def _fresh(self) -> None:
+        """What is of this process."""
+        self.inbox = Inbox(deque(maxlen=EVENTS))
+        self._stream: _Stream | None = None
         self._dialing = asyncio.Lock()
+
+    def forked(self) -> None:
+        """See link.Heir. The loop and its descriptors are the parent's: nothing of them is touched."""
+        self.recovery.forget()
+        self._fresh()
 
     @property
     def joined(self) -> Joined | None:
@@ -124,8 +138,8 @@ class AsyncLink:
                 return await self.wait(await self.start(joined, message, reply, deadline), deadline)
             case Join():
                 return await self.join(deadline)
-            case Start(joined, message, reply):
-                return await self.start(joined, message, reply, deadline)
+            case Start(joined, message, reply, begun):
+                return await self.start(joined, message, reply, deadline, begun)
             case Wait(ticket, patient):
                 return await self.wait(ticket, deadline, patient=patient)
             case Post(joined, message):
@@ -174,11 +188,15 @@ class AsyncLink:
         joined = self.joined
         if joined is not None and not self.recovery.owes:
             return joined
-        async with self._dialing:
+        async with self._bounded(deadline):  # another task may be connecting with a later one
+            await self._dialing.acquire()
+        try:
             joined = self.joined or await self._connect(deadline)
             for old in self.recovery.unmapped():
                 await self._unmapped(joined, old, deadline)
             return joined
+        finally:
+            self._dialing.release()
 
     async def _unmapped(self, joined: Joined, old: Joined, deadline: float) -> None:
         """Tell the daemon that the slots of a lost connection are not touched any more."""
@@ -229,11 +247,10 @@ class AsyncLink:
     def lose(self, joined: Joined, reason: str) -> None:
         """Drop a connection; whoever waits on it gets Away."""
         stream = self._stream
-        if not joined.alive:
-            return
         joined.alive = False
-        if stream is None or stream.joined is not joined:
+        if stream is None or stream.joined is not joined or stream.lost:
             return
+        stream.lost = True
         stream.transport.abort()
         self.recovery.lost(asyncio.get_running_loop().time())
         for ticket in self.inbox.fail(Away(reason)):
@@ -246,16 +263,25 @@ class AsyncLink:
         if ticket is not None and not ticket.waker.done():
             ticket.waker.set_result(None)
 
-    async def start(self, joined: Joined, message: wire.Message, reply: type[R], deadline: float) -> Ticket[R]:
+    async def start(
+        self,
+        joined: Joined,
+        message: wire.Message,
+        reply: type[R],
+        deadline: float,
+        begun: Callable[[Ticket[Any]], None] | None = None,
+    ) -> Ticket[R]:
         """Send a request on that connection, or raise Away."""
         while len(self.inbox.tickets) >= IN_FLIGHT:
             oldest = next(iter(self.inbox.tickets.values()))
             if not await self._ends(oldest, deadline):
                 raise Away("too many requests are in flight")
         stream = self._stream
-        if stream is None or stream.joined is not joined or not joined.alive:
+        if stream is None or stream.joined is not joined or stream.lost:
             raise Away("the connection is lost")
         ticket = self.inbox.ticket(joined, reply, asyncio.get_running_loop().create_future())
+        if begun is not None:
+            begun(ticket)
         stream.transport.write(wire.request_frame(message, ticket.request))
         if not stream.writable.is_set():
             try:
@@ -263,6 +289,9 @@ class AsyncLink:
                     await stream.writable.wait()
             except TimeoutError:
                 self.lose(joined, "the daemon does not read")
+            except asyncio.CancelledError:
+                self._forsake(ticket)
+                raise
         return ticket
 
     async def _ends(self, ticket: Ticket[Any], deadline: float) -> bool:
@@ -280,13 +309,17 @@ class AsyncLink:
             done = await self._ends(ticket, deadline)
         except asyncio.CancelledError:
             if not patient:
-                ticket.waker.add_done_callback(lambda _: self._undo(ticket))
+                self._forsake(ticket)
             raise
         if not done:
             if patient:
                 return None
             self.lose(ticket.joined, "the daemon did not answer in time")
         return ticket.result()
+
+    def _forsake(self, ticket: Ticket[Any]) -> None:
+        """Nobody waits for the reply any more: what it gives is given back when it comes."""
+        ticket.waker.add_done_callback(lambda _: self._undo(ticket))
 
     def _undo(self, ticket: Ticket[Any]) -> None:
         """Give back what nobody waits for any more."""
@@ -302,14 +335,19 @@ class AsyncLink:
         return events
 
     async def leave(self) -> None:
-        """Say Bye, so that what was held returns at once; never raises for an absent daemon."""
+        """Disconnect, so that what was held returns at once; never raises for an absent daemon. See Talk.leave."""
         self.recovery.closed = True
         joined = self.joined
         if joined is None:
             return
         deadline = asyncio.get_running_loop().time() + self.timeout_s
-        with contextlib.suppress(Away, KvtierError):
-            await self.wait(await self.start(joined, wire.Bye(), wire.Ok, deadline), deadline)
-        self.lose(joined, "this client is closed")
-        joined.arenas.unmap()
+        joined.alive = False
+        try:
+            if joined.arenas.unmap():
+                await self.wait(await self.start(joined, wire.Bye(), wire.Ok, deadline), deadline)
+        except (Away, KvtierError):
+            pass
+        finally:
+            self.lose(joined, "this client is closed")
+            joined.arenas.unmap()
         await asyncio.sleep(0)  # let the transport close its socket

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvtier import wire
 from kvtier.client.device import MappedDevice
-from kvtier.client.link import FAULTS, Away, Call, Join, Joined, Post, R, Steps
+from kvtier.client.link import FAULTS, Away, Call, Given, Join, Joined, Post, R, Steps
 from kvtier.identity import CacheSpec, Slice
 from kvtier.types import Code, KvtierError, bad
 
@@ -103,15 +103,19 @@ class OpenCache:
             states.append(cast("wire.Existence", reply).states)
         return b"".join(states)
 
-    def _acquiring_keys(self, group: int, keys: bytes, wait_ms: int) -> Steps[tuple[Joined, wire.Acquired]]:
+    def _acquiring_keys(self, group: int, keys: bytes, wait_ms: int) -> Steps[Given[wire.Acquired]]:
         """Lease opaque keys."""
         joined, number = yield from self.entering()
-        return joined, (yield Call(joined, wire.AcquireKeys(number, group, keys, wait_ms), wire.Acquired))
+        asked = self.cache_id
+        reply = yield Call(joined, wire.AcquireKeys(number, group, keys, wait_ms), wire.Acquired)
+        return Given(joined, cast("wire.Acquired", reply), asked)
 
-    def _reserving_keys(self, group: int, keys: bytes, wait_ms: int) -> Steps[tuple[Joined, wire.Reserved]]:
+    def _reserving_keys(self, group: int, keys: bytes, wait_ms: int) -> Steps[Given[wire.Reserved]]:
         """Slots for opaque keys."""
         joined, number = yield from self.entering()
-        return joined, (yield Call(joined, wire.ReserveKeys(number, group, keys, wait_ms), wire.Reserved))
+        asked = self.cache_id
+        reply = yield Call(joined, wire.ReserveKeys(number, group, keys, wait_ms), wire.Reserved)
+        return Given(joined, cast("wire.Reserved", reply), asked)
 
     def _count(self, keys: bytes) -> int:
         """How many opaque keys there are; raises bad_request where they are not whole keys of a keyed cache."""
@@ -193,19 +197,21 @@ class KeyPath:
             joined = self._joined
         return joined, self._handle
 
-    def _asking(self, message: Callable[[int], wire.Message], reply: type[R]) -> Steps[tuple[Joined, R]]:
+    def _asking(self, message: Callable[[int], wire.Message], reply: type[R]) -> Steps[Given[R]]:
         """Ask about the handle, matching again where the daemon does not know it any more."""
         joined, handle = yield from self._handled()
+        asked = self.cache.cache_id
         try:
-            return joined, (yield Call(joined, message(handle), reply))
+            return Given(joined, (yield Call(joined, message(handle), reply)), asked)
         except KvtierError as exc:
             if exc.code is not Code.UNKNOWN:
                 raise
         self._handle = 0
         joined, handle = yield from self._handled()
-        return joined, (yield Call(joined, message(handle), reply))
+        asked = self.cache.cache_id
+        return Given(joined, (yield Call(joined, message(handle), reply)), asked)
 
-    def _acquiring(self, pages: int, wait_ms: int) -> Steps[tuple[Joined, wire.Acquired]]:
+    def _acquiring(self, pages: int, wait_ms: int) -> Steps[Given[wire.Acquired]]:
         """Lease pages of the path."""
         return (
             yield from self._asking(lambda handle: wire.Acquire(handle, pages, wait_ms, self._maps()), wire.Acquired)
@@ -217,7 +223,7 @@ class KeyPath:
 
     def _reserving(
         self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]], wait_ms: int, device: bool
-    ) -> Steps[tuple[Joined, wire.Reserved]]:
+    ) -> Steps[Given[wire.Reserved]]:
         """Slots for pages of the path; in device memory only where that is mapped."""
         lists = tuple(wire.Want(group, np.asarray(numbers, "<i4").tobytes()) for group, numbers in wants)
         return (
@@ -246,8 +252,8 @@ class KeyPath:
     def _agreeing(self, others: Mapping[str, CacheSpec], wait_ms: int) -> Steps[int]:
         """Ask how much of the path all hosts of the model have."""
         parts = tuple(wire.Elsewhere(host, spec) for host, spec in others.items())
-        reply = yield from self._asking(lambda handle: wire.Agree(handle, parts, wait_ms), wire.Agreed)
-        return reply[1].pages
+        given = yield from self._asking(lambda handle: wire.Agree(handle, parts, wait_ms), wire.Agreed)
+        return given.reply.pages
 
     def _closing(self) -> Steps[None]:
         """Drop the handle."""

@@ -6,11 +6,13 @@ memcpy. A call returns, or raises, when nothing of it is copied any more: its sl
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import Final
 
@@ -37,24 +39,66 @@ def copy_rows(pairs: Sequence[Pair], *, summed: bool) -> list[int]:
     work = _summed if summed else _plain
     if sum(target.nbytes for target, _ in pairs) < WIDE_BYTES:
         return [each for pair in pairs for each in work(*pair)]
-    shares = deque(enumerate(_shares(pairs)))
-    sums = [list[int]()] * len(shares)
+    return _Shares(pairs, work).copy()
 
-    def some() -> None:
-        """Take one share after another, until there are none."""
-        while True:
+
+class _Shares:
+    """One copy, taken apart for two threads."""
+
+    def __init__(self, pairs: Sequence[Pair], work: Callable[[Bytes, Bytes], list[int]]) -> None:
+        self._work = work
+        self._left = deque(enumerate(_shares(pairs)))
+        self._sums = [list[int]()] * len(self._left)
+        self._helping = threading.Lock()
+        """Held by the other thread while it copies a share."""
+        self._failed: list[BaseException] = []
+
+    def copy(self) -> list[int]:
+        """Do all of it; the sums of the rows."""
+        try:
             try:
-                at, pair = shares.popleft()
-            except IndexError:
+                _helper.begin(self._help)
+                self._some()
+            finally:
+                self._end()
+        finally:
+            self._end()  # once more: an interrupt may come just before the first gets anywhere
+        if self._failed:
+            raise self._failed[0]
+        return [each for share in self._sums for each in share]
+
+    def _some(self) -> None:
+        """Copy one share after another, until there are none."""
+        while self._left:
+            try:
+                at, pair = self._left.popleft()
+            except IndexError:  # the other thread took the last
                 return
-            try:
-                sums[at] = work(*pair)
-            except BaseException:
-                shares.clear()  # the other thread need not go on
-                raise
+            self._sums[at] = self._work(*pair)
 
-    _helper.beside(some)
-    return [each for share in sums for each in share]
+    def _help(self) -> None:
+        """The same in the other thread, however late it comes to it."""
+        try:
+            while self._left:
+                with self._helping:
+                    at, pair = self._left.popleft()
+                    self._sums[at] = self._work(*pair)
+        except IndexError:
+            return
+        except BaseException as exc:  # noqa: BLE001 - raised by who asked for the copy
+            self._left.clear()
+            self._failed.append(exc)
+
+    def _end(self) -> None:
+        """Return when nothing is copied any more, whoever interrupts: the slots are not free before."""
+        over = False
+        try:
+            self._left.clear()
+            with self._helping:
+                over = True
+        finally:
+            if not over:
+                self._end()
 
 
 def _shares(pairs: Sequence[Pair]) -> Iterator[Pair]:
@@ -135,35 +179,12 @@ class _Helper:
         """The thread is not in this process."""
         self._pool = None
 
-    def beside(self, work: Callable[[], None]) -> None:
-        """Do work here and, if it comes to it in time, in the other thread too; returns when both are through."""
-        job = self._begin(work)
-        try:
-            work()
-        finally:
-            _end(job)
-        if job is not None and not job.cancelled():
-            job.result()
-
-    def _begin(self, work: Callable[[], None]) -> Future[None] | None:
-        """Let the thread begin; None where nothing begins any more, as the interpreter ends."""
+    def begin(self, work: Callable[[], None]) -> None:
+        """Let the thread do work when it comes to it; never, where the interpreter ends or has no thread to give."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "kvtier-copy")
-        try:
-            return self._pool.submit(work)
-        except RuntimeError:
-            return None
-
-
-def _end(job: Future[None] | None) -> None:
-    """Return when a job is over, whoever interrupts: the slots are not free before."""
-    if job is None or job.cancel():
-        return
-    try:
-        wait([job])
-    finally:
-        if not job.done():
-            _end(job)
+        with contextlib.suppress(RuntimeError):
+            self._pool.submit(work)
 
 
 _helper = _Helper()

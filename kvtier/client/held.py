@@ -20,7 +20,7 @@ from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, rows
 from kvtier.client.link import Call, Joined, Steps
 from kvtier.client.slots import Checks, Slots, Span
 from kvtier.identity import Slice
-from kvtier.types import Code, bad
+from kvtier.types import Code, KvtierError, bad
 
 
 class Share(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,10 +64,15 @@ class HeldLease(Slots):
     """Pages that stay where they are, readable, until released."""
 
     def __init__(
-        self, cache: OpenCache, checks: Checks, joined: Joined | None = None, reply: wire.Acquired | None = None
+        self,
+        cache: OpenCache,
+        checks: Checks,
+        joined: Joined | None = None,
+        reply: wire.Acquired | None = None,
+        cache_id: bytes = b"",
     ) -> None:
         reply = reply or wire.Acquired(0, 0)
-        super().__init__(cache, joined, reply.items)
+        super().__init__(cache, joined, reply.items, cache_id)
         self.number = reply.lease
         self.pages = reply.pages
         self._checks = checks
@@ -76,7 +81,7 @@ class HeldLease(Slots):
         """For another process of this instance to `adopt`: it may read as long as this lease is held."""
         items = self._items
         lease = wire.Acquired(self.number, self.pages, items)
-        return msgspec.msgpack.encode(Share(self.cache.cache_id, 0, self.run, lease))
+        return msgspec.msgpack.encode(Share(self._cache_id, 0, self.run, lease))
 
     def view(self, group: int, page: int) -> Bytes | None:
         """The item in place, read-only; None where it is absent or, if this read is verified, wrong.
@@ -154,14 +159,12 @@ class HeldLease(Slots):
         return len(items)
 
     def shard(self, group: int, page: int, part: Slice, out: Data) -> bool:
-        """Copy out one rank's cells, layer-major; the whole item is verified as in `view`."""
+        """Copy out one rank's cells, layer-major, and verify the whole item; False: it is a miss."""
         item = self._read_only(group, page)
         if item is None:
             return False
-        if self._checks.due() and not self._verified(item[0].checksum(), item[1], group, page):
-            return False
         item[0].read_slice(part, out)
-        return not self.lost
+        return self._verified(item[0].checksum(), item[1], group, page) and not self.lost
 
     def _read_only(self, group: int, page: int) -> tuple[Item, int] | None:
         """The item with its bytes protected."""
@@ -184,10 +187,15 @@ class HeldReservation(Slots):
     """Slots that this process may write until they are committed or given back."""
 
     def __init__(
-        self, cache: OpenCache, start: int = 0, joined: Joined | None = None, reply: wire.Reserved | None = None
+        self,
+        cache: OpenCache,
+        start: int = 0,
+        joined: Joined | None = None,
+        reply: wire.Reserved | None = None,
+        cache_id: bytes = b"",
     ) -> None:
         reply = reply or wire.Reserved(0, 0, (), Code.IO.value)
-        super().__init__(cache, joined, reply.items)
+        super().__init__(cache, joined, reply.items, cache_id)
         self.number = reply.reservation
         self.start = start
         self.pages = reply.pages
@@ -199,6 +207,8 @@ class HeldReservation(Slots):
         self.waiting = 0
         """Complete pages that wait for a parent, as of the last commit."""
         self._committed = bytearray(self.pages)
+        self._unanswered = 0
+        """Commits that the daemon has not said yes to: what they are about may still have to be given back."""
         self._sums: dict[int, npt.NDArray[np.uint64]] = {}
         """Per group the checksum of each page's item, 0 where it was not taken while it was written."""
         if joined is not None:
@@ -209,7 +219,7 @@ class HeldReservation(Slots):
     def share(self) -> bytes:
         """For another process of this instance to `adopt`: it writes and commits its own shard."""
         reply = wire.Reserved(self.number, self.pages, self._items, self.refused, self.writes)
-        return msgspec.msgpack.encode(Share(self.cache.cache_id, self.start, self.run, None, reply, self.cache.slices))
+        return msgspec.msgpack.encode(Share(self._cache_id, self.start, self.run, None, reply, self.cache.slices))
 
     def view(self, group: int, page: int) -> Bytes | None:
         """The slot to write, for items of one slot; None where the item is stored, or written by another process."""
@@ -313,6 +323,7 @@ class HeldReservation(Slots):
     def commit_now(self, first: int, pages: int) -> wire.Commit:
         """The request that commits pages, which are not written any more from now on."""
         at = first - self.start
+        self._unanswered += 1
         self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
         if all(self._committed):
             self._untouched()
@@ -327,14 +338,25 @@ class HeldReservation(Slots):
         if not self._holds() or not pages:
             return 0
         assert self._joined is not None
-        reply = yield Call(self._joined, self.commit_now(first, pages), wire.Committed)
-        committed = cast("wire.Committed", reply)
-        self.waiting = committed.waiting
-        return committed.published
+        at = first - self.start
+        before = self._committed[at : at + pages]
+        try:
+            reply = yield Call(self._joined, self.commit_now(first, pages), wire.Committed)
+        except KvtierError as exc:
+            if exc.code in {Code.BAD_REQUEST, Code.BUSY}:  # they are as they were
+                self._committed[at : at + len(before)] = before
+            raise
+        return self.committed(cast("wire.Committed", reply))
+
+    def committed(self, reply: wire.Committed) -> int:
+        """The daemon has said yes to a commit: how many pages of the reservation are served now."""
+        self._unanswered -= 1
+        self.waiting = reply.waiting
+        return reply.published
 
     def _aborting(self) -> Steps[None]:
         """Give back what is not committed; its slots must not be touched any more."""
-        open_pages = self.number and not all(self._committed)
+        open_pages = self.number and (self._unanswered or not all(self._committed))
         yield from self._giving_back(wire.Abort(self.number) if open_pages else None)
 
     def _open_item(self, group: int, page: int) -> tuple[Item, int] | None:

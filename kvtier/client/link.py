@@ -6,9 +6,10 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from weakref import WeakSet
 
 from kvtier import wire
 from kvtier.client.arenas import Arenas
@@ -65,6 +66,8 @@ class Start(NamedTuple):
     joined: Joined
     message: wire.Message
     reply: type[wire.Message]
+    begun: Callable[[Ticket[Any]], None] | None = None
+    """Told of the ticket before anything is sent: whatever interrupts that, somebody knows of it."""
 
 
 class Wait(NamedTuple):
@@ -144,10 +147,46 @@ class Joined:
         self.arenas = arenas
         self.daemon = daemon
         self.alive = True
+        """Whether what was given on it may be looked at."""
+        self.inherited = False
+        """Whether it is of a process that forked this one: what was given on it is not this one's to give back."""
         self.device = -1
         """The number of the arena in device memory that is mapped; -1: none."""
         self.unheard: list[int] = []
         """Requests for leases and reservations whose replies never came."""
+        heirs.add(self)
+
+    def forked(self) -> None:
+        """See Heir."""
+        self.alive, self.inherited = False, True
+        self.arenas.forked()
+
+
+class Given(NamedTuple, Generic[R]):
+    """A lease or reservation: the connection that it was given on, the daemon's words, and the epoch it is of."""
+
+    joined: Joined
+    reply: R
+    cache_id: bytes
+
+
+class Heir(Protocol):
+    """What a child of fork has of its parent, and must make useless before anything else runs."""
+
+    def forked(self) -> None:
+        """This is the child, in which the parent's other threads are not, but the locks that they held."""
+
+
+heirs: Final[WeakSet[Heir]] = WeakSet()
+
+
+def _forked() -> None:
+    """The connections, and what was given on them, are the parent's alone."""
+    for heir in tuple(heirs):
+        heir.forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def dial(path: Path) -> socket.socket | None:
@@ -213,7 +252,7 @@ class Recovery:
 
     def begin(self, lost: Joined | None, now: float) -> None:
         """An attempt to connect. Raises Away where it is not due."""
-        if lost is not None:
+        if lost is not None and lost not in self._lost:
             self._lost.append(lost)
         if self.closed:
             raise Away("this client is closed")
@@ -285,16 +324,17 @@ class Ticket(Generic[R]):
         """The reply; raises the refusal, or Away."""
         if self.error is not None:
             raise self.error
-        assert self.reply is not None
+        if self.reply is None:
+            raise Away("the connection is lost")
         return self.reply
 
 
 class Inbox:
     """Replies sorted to their tickets, and events kept. Pure: bytes in, finished tickets out."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: deque[wire.Message]) -> None:
         self.tickets: dict[int, Ticket[Any]] = {}
-        self.events: deque[wire.Message] = deque(maxlen=EVENTS)
+        self.events = events
         self._last = 1
 
     def ticket(self, joined: Joined, expect: type[R], waker: Any = None) -> Ticket[R]:

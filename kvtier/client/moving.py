@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvtier import wire
 from kvtier.client.caches import OpenCache
 from kvtier.client.held import HeldLease, HeldReservation
-from kvtier.client.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Post, Start, Steps, Wait
+from kvtier.client.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Post, Start, Steps, Ticket, Wait
 from kvtier.types import KvtierError, bad
 
 Rows = Sequence[int] | npt.NDArray[Any]
@@ -36,17 +36,23 @@ class HeldRegion:
         self._open = True
         self._joined: Joined | None = None
         self._number = 0
-        self._unsettled: list[Moving] = []
+        self._unsettled = set[Moving]()
 
     @property
     def fenced(self) -> bool:
-        """Whether a transfer that nobody waits for may still touch a row: leave them all alone."""
-        self._unsettled = [transfer for transfer in self._unsettled if transfer.fenced]
+        """Whether a transfer that nobody has in hand may still touch a row: leave them all alone."""
+        for transfer in tuple(self._unsettled):
+            if not transfer.fenced:
+                self.unfence(transfer)
         return bool(self._unsettled)
 
     def fence(self, transfer: Moving) -> None:
         """Remember a transfer until it is known to have ended."""
-        self._unsettled.append(transfer)
+        self._unsettled.add(transfer)
+
+    def unfence(self, transfer: Moving) -> None:
+        """It has ended, or somebody has it in hand."""
+        self._unsettled.discard(transfer)
 
     def entering(self) -> Steps[tuple[Joined, int]]:
         """Be connected, with this region registered there."""
@@ -82,8 +88,10 @@ class HeldRegion:
     def __del__(self) -> None:
         self.close()
 
-    def _loading(self, source: Source, rows: Rows, group: int, first: int, wait_ms: int) -> Steps[tuple[Joined, Any]]:
-        """Send a Load; the ticket of its reply."""
+    def _loading(
+        self, transfer: Moving, source: Source, rows: Rows, group: int, first: int, wait_ms: int
+    ) -> Steps[None]:
+        """Send a Load."""
         joined, region = yield from self.entering()
         raw = _rows(rows)
         if isinstance(source, HeldLease):
@@ -92,10 +100,12 @@ class HeldRegion:
         else:
             _, cache = yield from source[0].entering()
             message = wire.Load(region, group, raw, cache=cache, keys=source[1], wait_ms=wait_ms)
-        return joined, (yield Start(joined, message, wire.Loaded))
+        yield from transfer.beginning(joined, message, wire.Loaded)
 
-    def _storing(self, target: Target, rows: Rows, group: int, first: int, wait_ms: int) -> Steps[tuple[Joined, Any]]:
-        """Send a Store; the ticket of its reply."""
+    def _storing(
+        self, transfer: Moving, target: Target, rows: Rows, group: int, first: int, wait_ms: int
+    ) -> Steps[None]:
+        """Send a Store."""
         joined, region = yield from self.entering()
         raw = _rows(rows)
         if isinstance(target, HeldReservation):
@@ -104,7 +114,7 @@ class HeldRegion:
         else:
             _, cache = yield from target[0].entering()
             message = wire.Store(region, group, raw, cache=cache, keys=target[1], wait_ms=wait_ms)
-        return joined, (yield Start(joined, message, wire.Stored))
+        yield from transfer.beginning(joined, message, wire.Stored)
 
 
 def registering(who: Identity, name: str, offset: int, stride: int, rows: int) -> wire.Register:
@@ -125,15 +135,41 @@ def registering_kv(
 class Moving:
     """One Load or Store in flight. Its rows may be touched again only when it is not `fenced` any more."""
 
-    def __init__(self, region: HeldRegion, count: int, joined: Joined | None = None, ticket: Any = None) -> None:
-        self.result: bytes | None = bytes(count) if ticket is None else None
-        """One byte per row, 1 where it was done; None until the daemon has said so."""
+    def __init__(self, region: HeldRegion, count: int) -> None:
+        self.result: bytes | None = bytes(count)
+        """One byte per row, 1 where it was done; once it is sent, None until the daemon has said so."""
         self.refused = ""
         """Why rows were not done, where the daemon gave a reason."""
         self._region = region
         self._count = count
-        self._joined = joined
-        self._ticket = ticket
+        self._ticket: Ticket[Any] | None = None
+
+    def beginning(self, joined: Joined, message: wire.Message, reply: type[wire.Message]) -> Steps[None]:
+        """Send it. Its rows are fenced from before that on, whatever interrupts, until it ends or is `in_hand`."""
+        try:
+            yield Start(joined, message, reply, self._begun)
+        except (Away, KvtierError):  # not sent, or not whole
+            self._done(bytes(self._count))
+            raise
+
+    def _begun(self, ticket: Ticket[Any]) -> None:
+        """It is about to be sent."""
+        self.result, self._ticket = None, ticket
+        self._region.fence(self)
+
+    def in_hand(self) -> Self:
+        """Who has it waits for it, and looks whether it is `fenced`."""
+        self._region.unfence(self)
+        return self
+
+    def _done(self, result: bytes) -> None:
+        """No byte of it moves any more."""
+        self.result = result
+        self._region.unfence(self)
+
+    @property
+    def _joined(self) -> Joined | None:
+        return None if self._ticket is None else self._ticket.joined
 
     @property
     def lost(self) -> bool:
@@ -147,7 +183,7 @@ class Moving:
 
     def _settled(self) -> bool:
         """Whether the daemon's word is there, also where nobody waited for it."""
-        if self.result is None and self._ticket.done:
+        if self.result is None and self._ticket is not None and self._ticket.done:
             if self._ticket.reply is not None:
                 self._take(self._ticket.reply)
             elif isinstance(self._ticket.error, KvtierError):
@@ -173,19 +209,20 @@ class Moving:
 
     def _take(self, reply: wire.Loaded | wire.Stored) -> None:
         """The daemon's word."""
-        self.result = reply.done
+        self._done(reply.done)
         self.refused = reply.refused if isinstance(reply, wire.Stored) else ""
 
     def _refuse(self, exc: KvtierError) -> None:
         """The daemon's word that nothing was done."""
-        self.result, self.refused = bytes(self._count), exc.code.value
+        self._done(bytes(self._count))
+        self.refused = exc.code.value
 
     def _cancelling(self) -> Steps[bytes | None]:
         """Stop; returns when no byte moves any more, or None when the connection is lost first."""
         if not self._settled() and not self.lost:
-            assert self._joined is not None
+            assert self._ticket is not None
             try:
-                yield Call(self._joined, wire.Cancel(self._ticket.request), wire.Ok)
+                yield Call(self._ticket.joined, wire.Cancel(self._ticket.request), wire.Ok)
             except Away:
                 self._region.fence(self)
                 raise
@@ -196,8 +233,8 @@ class Moving:
         """Nobody waits any more: stop, and fence the rows until the daemon's word comes."""
         if not self._settled():
             self._region.fence(self)
-            if self._joined is not None and self._joined.alive:
-                yield Post(self._joined, wire.Cancel(self._ticket.request))
+            if self._ticket is not None and self._ticket.joined.alive:
+                yield Post(self._ticket.joined, wire.Cancel(self._ticket.request))
 
 
 def _rows(rows: Rows) -> bytes:

@@ -93,6 +93,7 @@ class Pipe:
         self._incoming.register(sock, select.POLLIN)
         self._lock = threading.Lock()
         self._users = 0
+        self._dropped = False
 
     def send(self, raw: bytes, deadline: float, read: Callable[[], bool]) -> None:
         """Send a whole frame, one thread at a time; raises Away.
@@ -143,24 +144,28 @@ class Pipe:
                 continue
 
     def drop(self) -> None:
-        """No more calls; those under way return soon."""
+        """No more calls; those under way return soon. Again after an interrupt: it ends what that left."""
         with self._lock:
-            if self.joined.alive:
-                self.joined.alive = False
+            self.joined.alive = False
+            if not self._dropped:
                 if self._users:
                     self._sock.shutdown(socket.SHUT_RDWR)
                 else:
                     self._sock.close()
+                self._dropped = True
 
     def abandon(self) -> None:
         """Close without the lock, which a thread that is not in this process may hold."""
-        self.joined.alive = False
+        self._sock.close()
+
+    def __del__(self) -> None:
+        """Nobody is in a call any more, also where an interrupt left one counted."""
         self._sock.close()
 
     def _enter(self) -> None:
         """A call on the socket begins; raises Away once it was dropped."""
         with self._lock:
-            if not self.joined.alive:
+            if self._dropped:
                 raise Away("the connection is lost")
             self._users += 1
 
@@ -168,5 +173,5 @@ class Pipe:
         """A call ends; the last one closes a dropped socket, whose number must not name another file before."""
         with self._lock:
             self._users -= 1
-            if not self.joined.alive and not self._users:
+            if self._dropped and not self._users:
                 self._sock.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,7 +10,7 @@ from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache
 from kvtier.client.held import HeldReservation
 from kvtier.client.layout import Bytes
-from kvtier.client.link import Away, Start, Steps, Ticket, Wait
+from kvtier.client.link import Away, Given, Start, Steps, Ticket, Wait
 from kvtier.client.slots import Slots
 from kvtier.types import Kind, KvtierError, bad
 
@@ -28,40 +29,71 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
     pages = _pages(cache, data)
     width = sum(rows.shape[1] for rows in data)
     step = max(2, BATCH_BYTES // width)
-    commits: list[tuple[int, Ticket[wire.Committed]]] = []
     if not pages:
         return 0
     asked = min(pages, max(2, FIRST_BYTES // width))
-    joined, reply = yield from path._reserving(first, asked, (), wait_ms, device=False)  # noqa: SLF001 - one idea
-    at = 0
-    coming: Ticket[wire.Reserved] | None = None
-    held = HeldReservation(cache, first, joined, reply)
+    given = yield from path._reserving(first, asked, (), wait_ms, device=False)  # noqa: SLF001 - one idea
+    held = HeldReservation(cache, first, *given)
+    under_way = _UnderWay(given, [held], [])
+    at = served = 0
     try:
         while True:
             end = at + held.pages
             if held.pages == asked and end < pages:
                 asked = min(2 * asked, pages - end)  # a few large requests cost the daemon less than many small ones
-                coming = yield Start(joined, path.next_room(first + end, asked, wait_ms), wire.Reserved)
+                room = path.next_room(first + end, asked, wait_ms)
+                under_way.coming = yield Start(given.joined, room, wire.Reserved)
             for lo in range(at, end, step):
                 hi = min(lo + step, end)
                 _copy(held, first + lo, [rows[lo:hi] for rows in data])
-                commits.append((at, (yield Start(joined, held.commit_now(first + lo, hi - lo), wire.Committed))))
-            if coming is None:
+                commit = held.commit_now(first + lo, hi - lo)
+                under_way.commits.append((at, held, (yield Start(given.joined, commit, wire.Committed))))
+            if under_way.coming is None:
                 break
-            ticket, coming = coming, None
-            at, held = end, HeldReservation(cache, first + end, joined, (yield Wait(ticket, patient=False)))
-    except (Away, KvtierError):
-        yield from held._aborting()  # noqa: SLF001
-        if coming is not None and joined.alive:
-            held = HeldReservation(cache, first + end, joined, (yield Wait(coming, patient=False)))
-            yield from held._aborting()  # noqa: SLF001
+            at, held = end, (yield from under_way.next_held(cache, first + end))
+        for at, each, ticket in under_way.commits:
+            published = each.committed((yield Wait(ticket, patient=False)))
+            if at <= served:
+                served = max(served, at + published)
+    except GeneratorExit:  # nobody does the steps any more: the link has dropped the connection
         raise
-    served = 0
-    for at, each in commits:
-        done: wire.Committed = yield Wait(each, patient=False)
-        if at <= served:
-            served = max(served, at + done.published)
+    except BaseException:
+        yield from under_way.giving_back(cache)
+        raise
     return served
+
+
+class _UnderWay:
+    """What a put holds, and has asked for."""
+
+    def __init__(
+        self,
+        given: Given[wire.Reserved],
+        held: list[HeldReservation],
+        commits: list[tuple[int, HeldReservation, Ticket[wire.Committed]]],
+    ) -> None:
+        self.commits = commits
+        self.coming: Ticket[wire.Reserved] | None = None
+        self._given = given
+        self._held = held
+
+    def next_held(self, cache: OpenCache, start: int) -> Steps[HeldReservation]:
+        """Wait for the room that was asked for."""
+        assert self.coming is not None
+        reply = yield Wait(self.coming, patient=False)
+        held = HeldReservation(cache, start, *self._given._replace(reply=reply))
+        self.coming = None
+        self._held.append(held)
+        return held
+
+    def giving_back(self, cache: OpenCache) -> Steps[None]:
+        """Give back what is not committed; whatever made it fail is said, not that the daemon is away, too."""
+        if self.coming is not None and self._given.joined.alive:
+            with contextlib.suppress(Away, KvtierError):
+                yield from self.next_held(cache, 0)
+        for held in self._held:
+            with contextlib.suppress(Away, KvtierError):
+                yield from held._aborting()  # noqa: SLF001 - one idea
 
 
 def _copy(held: HeldReservation, page: int, parts: Sequence[Bytes]) -> None:

@@ -79,8 +79,12 @@ class Span(NamedTuple):
 class Slots:
     """Items in the arena that this process may look at; nothing of them may be touched once lost."""
 
-    def __init__(self, cache: OpenCache, joined: Joined | None, items: Sequence[wire.Items]) -> None:
+    def __init__(
+        self, cache: OpenCache, joined: Joined | None, items: Sequence[wire.Items], cache_id: bytes = b""
+    ) -> None:
         self.cache = cache
+        self._cache_id = cache_id
+        """Of the epoch that this was given in, which the cache may have left since."""
         self._joined = joined
         self._items = tuple(items)
         self._tables = tables(items, cache.groups) if items else {}
@@ -144,6 +148,8 @@ class Slots:
         if ended or joined is None or message is None:
             return
         if not joined.alive:
+            if joined.inherited:  # it is the parent's
+                return
             joined, _ = yield from self.cache.entering()
             if self._joined is None or self._joined.daemon.gone or joined.daemon.pid != self._joined.daemon.pid:
                 return
@@ -204,7 +210,12 @@ class Slots:
             for at, address, length in runs(offsets, size):
                 if joined is None or self.lost or self._ended:
                     return
-                rows = joined.arenas.block(address, length, size)[:, : self.cache.groups[group].item_bytes]
+                try:
+                    rows = joined.arenas.block(address, length, size)[:, : self.cache.groups[group].item_bytes]
+                except KvtierError:
+                    if self.lost:  # another thread noticed between the check and the view
+                        return
+                    raise
                 yield Span(lo - first + at, rows, sums[at : at + length])
 
     @staticmethod

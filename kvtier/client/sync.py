@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import pathlib
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached
 from kvtier.client.held import HeldLease, HeldReservation, adopted
 from kvtier.client.layout import Bytes
-from kvtier.client.link import FAULTS, Away, Identity, Joined, Steps, Ticket
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Stretches, Target, registering, registering_kv
+from kvtier.client.link import FAULTS, Away, Given, Identity, Join, Start, Steps, Ticket, Wait
+from kvtier.client.moving import Stretches, registering, registering_kv
 from kvtier.client.putting import SLOW_BYTES_S, putting
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
+from kvtier.client.syncmoving import Region, Transfer
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path
 from kvtier.types import KvtierError
+
+__all__ = ["Borrowed", "Cache", "Client", "Lease", "Path", "Region", "Reservation", "Transfer"]
 
 T = TypeVar("T")
 R = TypeVar("R", bound=wire.Message)
@@ -121,14 +123,19 @@ class Client:
 
     def submit(self, message: wire.Message, reply: type[R]) -> Ticket[R]:
         """Send a request without waiting; raises Away where there is no daemon."""
-        deadline = time.monotonic() + self.link.timeout_s
-        return self.link.start(self.link.join(deadline), message, reply, deadline)
+
+        def sending() -> Steps[Ticket[R]]:
+            return cast("Ticket[R]", (yield Start((yield Join()), message, reply)))
+
+        return self.link.run(sending())
 
     def wait(self, ticket: Ticket[R], timeout_s: float | None = None) -> R:
         """The reply of a request that was submitted; raises KvtierError, and Away when none comes in time."""
-        reply = self.link.wait(ticket, time.monotonic() + (self.link.timeout_s if timeout_s is None else timeout_s))
-        assert reply is not None
-        return reply
+
+        def waiting() -> Steps[R]:
+            return cast("R", (yield Wait(ticket, patient=False)))
+
+        return self.link.run(waiting(), 0.0 if timeout_s is None else timeout_s - self.link.timeout_s)
 
     # -- running steps -----------------------------------------------------------------------------------------
 
@@ -178,8 +185,9 @@ class Cache(OpenCache):
         got = self.client.attempt(self.entering(), None)
         told = adopted(share, self, got[0] if got else None)
         if told.lease is not None:
-            return Borrowed(self, got and (got[0], told.lease))
-        return Reservation(self, told.start, (got[0], told.reservation) if got and told.reservation else None)
+            return Borrowed(self, got and Given(got[0], told.lease, told.cache_id))
+        held = got and told.reservation and Given(got[0], told.reservation, told.cache_id)
+        return Reservation(self, told.start, held or None)
 
     def reset(self) -> int:
         """Move to a new epoch and free the old one; the old KV is not matched again even if the daemon is away."""
@@ -274,7 +282,7 @@ class Path(KeyPath):
 class Lease(HeldLease):
     """Readable pages, held until released. A context manager."""
 
-    def __init__(self, cache: Cache, got: tuple[Joined, wire.Acquired] | None) -> None:
+    def __init__(self, cache: Cache, got: Given[wire.Acquired] | None) -> None:
         super().__init__(cache, cache.client.checks, *(got or ()))
         self._client = cache.client
 
@@ -306,7 +314,7 @@ class Borrowed(Lease):
 class Reservation(HeldReservation):
     """Writable slots. A context manager that gives back what was not committed."""
 
-    def __init__(self, cache: Cache, start: int, got: tuple[Joined, wire.Reserved] | None) -> None:
+    def __init__(self, cache: Cache, start: int, got: Given[wire.Reserved] | None) -> None:
         super().__init__(cache, start, *(got or ()))
         self._client = cache.client
 
@@ -334,66 +342,3 @@ class Reservation(HeldReservation):
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self.abort()
-
-
-class Region(HeldRegion):
-    """Memory of the engine's own; see Client.register."""
-
-    def __init__(self, client: Client, name: str, message: wire.Register | wire.RegisterKv, fds: Sequence[int]) -> None:
-        super().__init__(name, message, fds)
-        self._client = client
-
-    def start_load(
-        self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
-    ) -> Transfer:
-        """Begin copying items into rows (-1 skips): of a lease from page `first` on, or of (cache, keys)."""
-        got = self._client.attempt(self._loading(source, rows, group, first, wait_ms), None)
-        return Transfer(self, len(rows), wait_ms, got)
-
-    def load(self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
-        """Copy items into rows: one byte per row, 1 where its verified bytes are there.
-
-        Where it ends without the daemon's word, `fenced` is true until the rows may be touched again.
-        """
-        return self.start_load(source, rows, group=group, first=first, wait_ms=wait_ms).finish()
-
-    def start_store(
-        self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
-    ) -> Transfer:
-        """Begin copying rows into a reservation's pages from `first` on, or under (cache, keys), and commit them."""
-        got = self._client.attempt(self._storing(target, rows, group, first, wait_ms), None)
-        return Transfer(self, len(rows), wait_ms, got)
-
-    def store(self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
-        """Copy rows into the cache: one byte per row, 1 where the item is stored or was already."""
-        return self.start_store(target, rows, group=group, first=first, wait_ms=wait_ms).finish()
-
-    def unregister(self) -> bool:
-        """Let the daemon forget the region; False where it cannot be told or transfers still run."""
-        return self._client.attempt(self._unregistering(), default=False)
-
-
-class Transfer(Moving):
-    """One load or store in flight; its rows are fenced until the daemon's word is there."""
-
-    def __init__(
-        self, region: Region, count: int, wait_ms: int, got: tuple[Joined, Ticket[wire.Message]] | None
-    ) -> None:
-        super().__init__(region, count, *(got or ()))
-        self._client = region._client  # noqa: SLF001 - of the same module
-        self._wait_s = wait_ms / 1000
-
-    def wait(self, timeout_s: float) -> bytes | None:
-        """One byte per row, or None while it is not done (`lost`: never will be)."""
-        return self._client.attempt(self._waiting(), None, timeout_s - self._client.link.timeout_s)
-
-    def cancel(self) -> bytes | None:
-        """Stop; returns what was done once no byte moves any more, or None where the connection is lost first."""
-        return self._client.attempt(self._cancelling(), None)
-
-    def finish(self) -> bytes:
-        """Wait as long as was asked for, then stop; what was done."""
-        done = self._client.attempt(self._waiting(), None, self._wait_s)
-        if done is None:
-            done = self.cancel()
-        return done or bytes(self._count)
