@@ -17,6 +17,7 @@ import pytest
 
 from engineproc import CELL, HEADS, LAYERS, SPEC, content, path_keys
 from fleetkit import Fleet, Host, free_ports, until, write_secrets
+from kvtier import wire
 from kvtier.client import Client
 from kvtier.identity import Slice
 from kvtier.peer.base import Place
@@ -177,6 +178,23 @@ def test_a_home_that_fails_in_a_fetch_is_followed_by_the_next_in_the_same_reques
         assert hosts["a"].get(path, wait_ms=20_000) == len(path)
         until(lambda: liar.fetches)  # where it was slow to answer, the other one was asked before it had failed
         hosts["a"].emptied()
+
+
+def test_a_cache_that_was_reset_gets_nothing_of_its_old_weights_when_its_engine_comes_back(tmp_path: Path) -> None:
+    """No disk: the engine leaves, its cache is forgotten, and the next one that opens it is in the new epoch, alone."""
+    with Fleet(tmp_path, 2, replicas=2) as hosts:
+        a, b = hosts["a"], hosts["b"]
+        assert a.put(PATHS[0]) == 5
+        until(lambda: a.settled() and b.seen(PATHS[0])["b"] == 5)
+        assert a.engine().open(SPEC).reset() == 1
+        a.client.close()
+        a.client = None
+        until(lambda: a.ask(wire.Caches())["caches"] == [])
+        assert a.get(PATHS[0]) == 0, "KV of the old weights"
+        assert a.engine().open(SPEC).epoch == 1
+        assert b.put(PATHS[1]) == 5
+        until(b.settled)
+        assert a.get(PATHS[1]) == 0, "KV of the old weights, pushed"
 
 
 def test_a_host_without_the_secret_of_a_cache_gets_none_of_it(tmp_path: Path) -> None:
