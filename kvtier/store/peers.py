@@ -17,7 +17,7 @@ from typing import Final
 
 from kvtier import wire
 from kvtier.peer.base import PeerTier, Place, Shared, Source
-from kvtier.peer.items import chunk_pages
+from kvtier.peer.items import chunk_pages, chunks
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.instance import Instance, Path, Process
@@ -239,11 +239,12 @@ class Peers:
             return index.deepest(keys[: end * stride])[1] == end or None
         items = res.items(list(range(res.pages)))
         places = [Place(g, start + at, cache.views(g, handle)) for g, at, handle in items]
-        sums: list[int | None] = [None] * len(places)
+        sums: list[int | None] = []
         try:
-            sums = await source.fetch(places)
+            for part in chunks(cache.spec, places):  # windows and states of the last piece may be many times a piece
+                sums += await source.fetch(part)
         finally:
-            known = {(g, at): value for (g, at, _), value in zip(items, sums, strict=True) if value is not None}
+            known = {(g, at): value for (g, at, _), value in zip(items, sums, strict=False) if value is not None}
             whole = len(known) == len(items) and (res.pages == end - start or None)
             self._count(cache, known)
             self._guest.commit(self._commits, res, known)
