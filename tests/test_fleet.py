@@ -197,6 +197,26 @@ def test_a_cache_that_was_reset_gets_nothing_of_its_old_weights_when_its_engine_
         assert a.get(PATHS[1]) == 0, "KV of the old weights, pushed"
 
 
+def test_a_path_that_no_frame_holds_is_asked_of_nobody_and_takes_no_peer_down(tmp_path: Path) -> None:
+    """17 MiB of page keys: looked for, routed and pushed they are a miss, and peers serve all others as before."""
+    keys = path_keys([1]) * ((17 << 20) // SPEC.stride)
+    with Fleet(tmp_path, 2, replicas=2) as hosts:
+        a, b = hosts["a"], hosts["b"]
+        assert b.put(PATHS[0]) == 5
+        until(b.settled)
+        path = a.engine().open(SPEC).match(keys)
+        assert (path.pages, path.asking) == (0, False)
+        path.push("b")
+        with path.reserve(0, 1, wait_ms=2000) as reserved:
+            reserved.write(0, 0, content(keys[: SPEC.stride]).reshape(-1))
+            assert reserved.commit() == 1
+        until(lambda: a.settled() and a.count("pages_pushed_peer") == 1)
+        assert len(a.ask(wire.Route(wire.Prompt(tokens=keys)))["hosts"]) in {1, 2}
+        assert a.count("peer_failures") == a.count("peer_down") == 0
+        assert a.up() == {"b"}
+        assert a.get(PATHS[0]) == 5
+
+
 def test_a_host_without_the_secret_of_a_cache_gets_none_of_it(tmp_path: Path) -> None:
     """A peer reads only caches whose secret it holds, and one without the fleet's key is not talked to at all."""
     fleet = Fleet(tmp_path, 3, replicas=2)
