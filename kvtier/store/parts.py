@@ -68,7 +68,7 @@ class Parts:
         self.caches: dict[int, Cache] = {}
         self.ids: dict[bytes, Cache] = {}
         self.epochs: dict[bytes, int] = {}
-        """Newest epoch of each cache without its epoch (base_id), of forgotten ones too. Disk keeps them across restarts."""
+        """Newest epoch of each cache (by base_id), forgotten ones too; disk keeps them across restarts."""
         self.vram = None if device is None else Vram(device, self)
         """The device tier, where one is configured."""
         self.loading = disk is not None

@@ -13,7 +13,7 @@ import inspect
 import logging
 from array import array
 from collections.abc import Awaitable
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier import wire
 from kvtier.peer.base import PeerTier, Place, Shared, Source
@@ -39,6 +39,13 @@ TRIES: Final = 3
 _log = logging.getLogger("kvtier.peers")
 
 
+class Granted(NamedTuple):
+    """A reservation; None where nothing is missing or, `refused` says why, nothing was granted."""
+
+    res: Reservation | None
+    refused: str
+
+
 class Guest(Instance):
     """Reserves and commits for other hosts. Its pages are not pushed on."""
 
@@ -52,11 +59,8 @@ class Guest(Instance):
 
     async def reserve(
         self, tokens: Tokens, cache: Cache, keys: bytes, start: int, spare: dict[int, list[int]]
-    ) -> Reservation | None:
-        """Slots for what is not here of pages [start, end of keys), and of `spare` pages of window and state groups.
-
-        None: nothing is missing or no room could be made.
-        """
+    ) -> Granted:
+        """Slots for what is not here of pages [start, end of keys), and of `spare` pages of window and state groups."""
         self._join(cache)
         number, path = next(self.parts.numbers), Path(cache, "")
         self.add_path(number, path, keys)
@@ -67,21 +71,21 @@ class Guest(Instance):
         )
         try:
             reply = tokens.reserve(self.process, wire.Reserve(number, start, pages, wants, ROOM_MS))
-            got = await self._known(cache, reply)
+            return await self._known(cache, reply)
         finally:
             self.forget(number)
-        return self.reservations.get(got.reservation)
 
-    async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Reservation | None:
-        """Slots for those of the (concatenated) keys that are not here; None where there are none, or no room."""
+    async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Granted:
+        """Slots for those of the (concatenated) keys that are not here."""
         self._join(cache)
         reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
-        return self.reservations.get((await self._known(cache, reply)).reservation)
+        return await self._known(cache, reply)
 
-    async def _known(self, cache: Cache, reply: wire.Reserved | Awaitable[wire.Reserved]) -> wire.Reserved:
+    async def _known(self, cache: Cache, reply: wire.Reserved | Awaitable[wire.Reserved]) -> Granted:
         """The reply; a guest does not hold caches open, and this one must not be forgotten while it waits for room."""
         with self.parts.leased(cache, cache.index.root):
-            return await reply if inspect.isawaitable(reply) else reply
+            got = await reply if inspect.isawaitable(reply) else reply
+        return Granted(self.reservations.get(got.reservation), "" if got.pages else got.refused)
 
     def _join(self, cache: Cache) -> None:
         """Write whole items of a cache; those that are forgotten by now go."""
@@ -234,7 +238,7 @@ class Peers:
             if group not in index.anchors:
                 spare[group] = list(range(first, first + count))
         start = min([start, *(pages[0] for pages in spare.values() if pages)])
-        res = await self._guest.reserve(self._tokens, cache, keys[: end * stride], start, spare)
+        res, _ = await self._guest.reserve(self._tokens, cache, keys[: end * stride], start, spare)
         if res is None:
             return index.deepest(keys[: end * stride])[1] == end or None
         items = res.items(list(range(res.pages)))
