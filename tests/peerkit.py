@@ -36,6 +36,8 @@ from sharedkit import Mooncake, Redis, needs_mooncake, needs_redis
 from storekit import storing, until
 
 SPEC = spec()
+HOST = 4 << 20
+"""Bytes of the host tier of the other host."""
 PATIENCE_S = 5.0
 """The deadline where nothing is to fail."""
 SCOPE = f"uid:{os.getuid()}"
@@ -59,12 +61,14 @@ class Pair(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def direct(home: Path, disk: Path | None = None, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
+async def direct(
+    home: Path, disk: Path | None = None, cache: CacheSpec = SPEC, host: int = HOST
+) -> AsyncIterator[Pair]:
     """The tier `direct` with one peer, `far`, in this process."""
     secrets = read(write_secrets(home / "secrets", ["uid:0"]))
     ports = dict(zip(("near", "far"), free_ports(2), strict=True))
     nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
-    async with storing(disk) as far:
+    async with storing(disk, host) as far:
         served = Home(far, Terms("far", secrets, PATIENCE_S), nodes["far"], Fame())
         served.start()
         tier = Direct(nodes, Terms("near", secrets, PATIENCE_S))
@@ -85,11 +89,11 @@ async def direct(home: Path, disk: Path | None = None, cache: CacheSpec = SPEC) 
 
 @contextlib.asynccontextmanager
 async def depots(
-    home: Path, shelf: Callable[[Counter[str]], Shelf], lose: Callable[[], None], cache: CacheSpec
+    home: Path, shelf: Callable[[Counter[str]], Shelf], lose: Callable[[], None], cache: CacheSpec, host: int
 ) -> AsyncIterator[Pair]:
     """Two hosts that share a store."""
     secrets = read(write_secrets(home / "secrets", ["uid:0"]))
-    async with storing(None) as far:
+    async with storing(None, host) as far:
         theirs = Depot(shelf(far.parts.counts), secrets, deadline_s=PATIENCE_S)
         far.join_fleet(theirs)
         far.parts.peers.start()
@@ -105,19 +109,19 @@ async def depots(
 
 
 @contextlib.asynccontextmanager
-async def redis(home: Path, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
+async def redis(home: Path, cache: CacheSpec = SPEC, host: int = HOST) -> AsyncIterator[Pair]:
     """The tier on a Redis."""
     with Redis(home) as server:
 
         def shelf(counts: Counter[str]) -> Shelf:
             return RedisShelf([server.address], deadline_s=PATIENCE_S, counts=counts)
 
-        async with depots(home, shelf, lambda: server.cli("FLUSHALL"), cache) as pair:
+        async with depots(home, shelf, lambda: server.cli("FLUSHALL"), cache, host) as pair:
             yield pair
 
 
 @contextlib.asynccontextmanager
-async def mooncake(home: Path, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
+async def mooncake(home: Path, cache: CacheSpec = SPEC, host: int = HOST) -> AsyncIterator[Pair]:
     """The tier on a Mooncake Store of one node."""
     with Mooncake(home) as cluster:
         setup = setup_of(cluster)
@@ -125,7 +129,7 @@ async def mooncake(home: Path, cache: CacheSpec = SPEC) -> AsyncIterator[Pair]:
         def shelf(counts: Counter[str]) -> Shelf:
             return MooncakeShelf(setup, deadline_s=PATIENCE_S, counts=counts)
 
-        async with depots(home, shelf, cluster.clear, cache) as pair:
+        async with depots(home, shelf, cluster.clear, cache, host) as pair:
             yield pair
 
 

@@ -145,7 +145,8 @@ def test_pins_are_changed_with_the_token_alone(board: Board) -> None:
     cache = board.ask("/v1/overview")[1]["caches"][0]["id"]
     chain = board.ask(f"/v1/tree?cache={cache}")[1]["nodes"][0]["chain"]
     pin = {"cache": cache, "chain": chain}
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}, {"Authorization": "Bearer "}):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}, {"Authorization": "Bearer "},
+                    {"Authorization": "Bearer \xff"}):  # fmt: skip
         assert board.ask("/v1/pins", "POST", pin, **headers)[0] == 403
         assert board.ask("/v1/pins/1", "DELETE", **headers)[0] == 403
     assert board.ask("/v1/pins")[1]["pins"] == []

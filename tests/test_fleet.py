@@ -17,6 +17,7 @@ import pytest
 
 from engineproc import CELL, HEADS, LAYERS, SPEC, content, path_keys
 from fleetkit import Fleet, Host, free_ports, until, write_secrets
+from kvtier import wire
 from kvtier.client import Client
 from kvtier.identity import Slice
 from kvtier.peer.base import Place
@@ -177,6 +178,43 @@ def test_a_home_that_fails_in_a_fetch_is_followed_by_the_next_in_the_same_reques
         assert hosts["a"].get(path, wait_ms=20_000) == len(path)
         until(lambda: liar.fetches)  # where it was slow to answer, the other one was asked before it had failed
         hosts["a"].emptied()
+
+
+def test_a_cache_that_was_reset_gets_nothing_of_its_old_weights_when_its_engine_comes_back(tmp_path: Path) -> None:
+    """No disk: the engine leaves, its cache is forgotten, and the next one that opens it is in the new epoch, alone."""
+    with Fleet(tmp_path, 2, replicas=2) as hosts:
+        a, b = hosts["a"], hosts["b"]
+        assert a.put(PATHS[0]) == 5
+        until(lambda: a.settled() and b.seen(PATHS[0])["b"] == 5)
+        assert a.engine().open(SPEC).reset() == 1
+        a.client.close()
+        a.client = None
+        until(lambda: a.ask(wire.Caches())["caches"] == [])
+        assert a.get(PATHS[0]) == 0, "KV of the old weights"
+        assert a.engine().open(SPEC).epoch == 1
+        assert b.put(PATHS[1]) == 5
+        until(b.settled)
+        assert a.get(PATHS[1]) == 0, "KV of the old weights, pushed"
+
+
+def test_a_path_that_no_frame_holds_is_asked_of_nobody_and_takes_no_peer_down(tmp_path: Path) -> None:
+    """17 MiB of page keys: looked for, routed and pushed they are a miss, and peers serve all others as before."""
+    keys = path_keys([1]) * ((17 << 20) // SPEC.stride)
+    with Fleet(tmp_path, 2, replicas=2) as hosts:
+        a, b = hosts["a"], hosts["b"]
+        assert b.put(PATHS[0]) == 5
+        until(b.settled)
+        path = a.engine().open(SPEC).match(keys)
+        assert (path.pages, path.asking) == (0, False)
+        path.push("b")
+        with path.reserve(0, 1, wait_ms=2000) as reserved:
+            reserved.write(0, 0, content(keys[: SPEC.stride]).reshape(-1))
+            assert reserved.commit() == 1
+        until(lambda: a.settled() and a.count("pages_pushed_peer") == 1)
+        assert len(a.ask(wire.Route(wire.Prompt(tokens=keys)))["hosts"]) in {1, 2}
+        assert a.count("peer_failures") == a.count("peer_down") == 0
+        assert a.up() == {"b"}
+        assert a.get(PATHS[0]) == 5
 
 
 def test_a_host_without_the_secret_of_a_cache_gets_none_of_it(tmp_path: Path) -> None:

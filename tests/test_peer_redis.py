@@ -299,6 +299,17 @@ async def test_pages_are_forgotten_after_their_time(tmp_path: Path) -> None:
             assert [ttl for key, ttl in left.items() if b"{generation" in key] == [-1] * 3
 
 
+async def test_a_server_that_repeats_the_password_does_not_get_it_shown(tmp_path: Path, caplog) -> None:
+    """One that does not know AUTH says what it was told: neither log nor status have it."""
+    caplog.set_level(logging.DEBUG)
+    with Redis(tmp_path, 0, "--rename-command", "AUTH", "OTHER") as server:
+        shelf = RedisShelf([server.address], Login(b"some-user", b"s3cret-word"), deadline_s=1.0)
+        async with sharing(tmp_path, shelf):
+            await until(lambda: "AUTH" in shelf.status()[0]["why"])
+            told = [caplog.text, repr(shelf.status())]
+    assert not any(word in text for word in ("s3cret-word", "some-user") for text in told)
+
+
 async def test_a_password_is_asked_for_and_never_shown(tmp_path: Path, caplog) -> None:
     """With the right one pages go; with none or a wrong one nothing does, and no log or status has it."""
     caplog.set_level(logging.DEBUG)

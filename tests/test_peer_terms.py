@@ -19,6 +19,8 @@ import pytest
 import xxhash
 from msgspec.structs import replace
 
+from engineproc import SPEC as LIAR_SPEC
+from engineproc import path_keys
 from engines import Engine, content, idle, spec, tokens
 from fleetkit import free_ports, write_secrets
 from kvtier import quant
@@ -33,7 +35,7 @@ from kvtier.peer.members import keys_of
 from kvtier.peer.pace import Bucket
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import read
-from kvtier.peer.terms import MAX_OPS, Terms
+from kvtier.peer.terms import MAX_OPS, MIN_RATE, Terms
 from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
 from kvtier.store import Store
@@ -309,6 +311,40 @@ async def test_both_ends_are_as_patient_as_the_slower_rate_needs(tmp_path: Path)
         assert all(end.within(size) > MAX_OPS * size / rate for end in ends)
         for end in ends:
             end.close()
+
+
+async def test_at_a_rate_a_peer_that_stops_is_a_miss_long_before_its_pages_would_have_been_there(tmp_path) -> None:
+    """Half of 60 pages come at 4 MiB/s, then nothing: the fetch ends, not in the time that all of them may take."""
+    secrets, keys = read(write_secrets(tmp_path / "secrets", ["uid:0"])), path_keys(list(range(60)))
+    nodes = {name: ("127.0.0.1", port) for name, port in zip(("near", "z"), free_ports(2), strict=True)}
+    terms = Terms("near", secrets, 0.5, rate=4 << 20)
+    with Liar(secrets, nodes["z"][1], "hang"):
+        tier = Direct(nodes, terms)
+        tier.start()
+        try:
+            await until(lambda: tier.status()[0]["up"])
+            shared = tier.shared(LIAR_SPEC, "uid:0", 0)
+            (source,) = await tier.find(shared, keys, 0)
+            size = LIAR_SPEC.groups[0].item_bytes
+            begin = time.monotonic()
+            sums = await source.fetch([Place(0, at, [np.zeros(size, np.uint8)]) for at in range(60)])
+            source.close()
+            assert time.monotonic() - begin < 0.5 * terms.within(60 * size)
+            assert sums[0] is not None
+            assert sums[-1] is None
+        finally:
+            await tier.close()
+
+
+async def test_as_many_transfers_as_may_share_the_lowest_rate_all_arrive(tmp_path: Path) -> None:
+    """Eight at 1 MiB/s together, each waiting for its turn, with a short deadline: none is taken for a dead one."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    near, far = (Terms(name, secrets, 0.3, rate=MIN_RATE) for name in ("near", "far"))
+    async with pair(near, far) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        await asyncio.gather(*(take(tier, PATH, 9) for _ in range(MAX_OPS)))
+        assert tier.counts["peer_failures"] == 0
 
 
 @pytest.mark.parametrize("end", ["near", "far"])

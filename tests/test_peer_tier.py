@@ -12,14 +12,14 @@ import xxhash
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.device.host import HostDevice
-from kvtier.identity import CacheSpec
+from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.peer import items
 from kvtier.peer.base import Place
 from kvtier.peer.items import picks_of
 from kvtier.store import Store
 from kvtier.store.peers import Guest
 from kvtier.store.vram import DeviceMemory
-from kvtier.types import Presence, Tier
+from kvtier.types import Kind, Presence, Tier
 from peerkit import SPEC, TIERS, Pair, blank, direct, right
 from storekit import quiet, storing, until
 
@@ -205,6 +205,22 @@ async def test_windows_and_states_come_with_the_boundary_that_needs_them(tmp_pat
         mine.leave()
         await until(lambda: not near.parts.peers.busy)
         assert idle(near) == []
+        near.parts.peers = None  # the tier is closed by whoever made it
+
+
+@TIERS
+async def test_a_window_of_more_than_a_piece_comes_with_its_last_piece(tmp_path: Path, tier) -> None:
+    """80 items of 256 KiB are needed at once, more than a home sends in one go: all of the path is served."""
+    wide = spec((GroupSpec(Kind.FULL, 1, 1, 1024), GroupSpec(Kind.WINDOW, 1, 1, 256 << 10, window=4 * 80)))
+    path = tokens(*range(1, 91))
+    async with tier(tmp_path, cache=wide, host=64 << 20) as pair, storing(None, host=64 << 20) as near:
+        await computed(pair, path, wide)
+        near.join_fleet(pair.tier)
+        mine = Engine(near)
+        await mine.open(wide)
+        assert await mine.get(path, wait_ms=20_000) == 90
+        mine.leave()
+        await until(lambda: not near.parts.peers.busy)
         near.parts.peers = None  # the tier is closed by whoever made it
 
 

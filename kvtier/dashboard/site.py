@@ -145,7 +145,7 @@ class Dashboard:
     def _trusted(self, request: web.Request) -> bool:
         """Whether the request carries the token."""
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
-        return kind == "Bearer" and hmac.compare_digest(token.encode(), self._token.encode())
+        return kind == "Bearer" and hmac.compare_digest(token.encode(errors="replace"), self._token.encode())
 
     def _demand(self, request: web.Request) -> None:
         if not self._trusted(request):
@@ -164,6 +164,8 @@ class Dashboard:
             status.pop("disk_path")
             for each in status["instances"]:
                 each.pop("pids")
+            for each in status["peers"]:
+                each.pop("why")
         body = {"status": status, "caches": caches, "history": self._history.steps(), "trusted": self._trusted(request)}
         return web.json_response(body)
 

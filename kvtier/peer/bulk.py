@@ -48,9 +48,11 @@ class Line:
         session: frames.Session,
         until: float,
         *,
+        patience: float,
         sealed: bool,
         pace: Pace,
     ) -> None:
+        """`patience`: seconds for which no byte may move."""
         self._stream = stream
         self._sock = stream.sock
         self._channel = stream.channel
@@ -58,6 +60,7 @@ class Line:
         self._sealed = sealed
         self._pace = pace
         self._until = until
+        self._patience = patience
         self.wire = 0
         """Bytes of items as they travelled."""
         self.coding_s = 0.0
@@ -180,8 +183,8 @@ class Line:
     # -- bytes ------------------------------------------------------------------------------------------------------
 
     def _limit(self, option: int) -> None:
-        """Let the kernel wait at most until the deadline; raises TimeoutError when it is over."""
-        left = self._until - time.monotonic()
+        """Let the kernel wait at most until the deadline, or for a byte; raises TimeoutError when it is over."""
+        left = min(self._patience, self._until - time.monotonic())
         if left <= 0:
             raise TimeoutError("a transfer took too long")
         self._sock.setsockopt(

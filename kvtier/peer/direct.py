@@ -73,6 +73,8 @@ class Direct:
 
     def worth(self, shared: Shared, keys: bytes, have: int) -> bool:
         """See PeerTier."""
+        if len(keys) > frames.MAX_PATH:
+            return False
         name = page_name(shared, keys, have)
         return any(not node.lacks(name) for node in self._homes_up(shared, keys))
 
@@ -195,7 +197,8 @@ class Direct:
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
         """See PeerTier."""
         peer = self._nodes[node]
-        answer = await self.ask(peer, shared, frames.Find(shared.id, keys), frames.Found) if peer.up else None
+        asks = peer.up and len(keys) <= frames.MAX_PATH
+        answer = await self.ask(peer, shared, frames.Find(shared.id, keys), frames.Found) if asks else None
         if answer is None:
             return 0
         pipe, found = answer
@@ -280,7 +283,7 @@ class Direct:
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """See PeerTier: other hosts only. A home on several rungs is named once, with the most pages."""
         found: dict[str, int] = {}
-        for rung in ring.rungs(shared, keys):
+        for rung in ring.rungs(shared, keys) if len(keys) <= frames.MAX_PATH else ():
             for name in self._members.homes(rung.key):
                 if name != self.name:
                     found.setdefault(name, rung.pages)
@@ -311,7 +314,7 @@ class Direct:
 
     async def weigh(self, shared: Shared, keys: bytes) -> dict[str, dict[str, int]]:
         """See PeerTier."""
-        up = [node for node in self._nodes.values() if node.up]
+        up = [node for node in self._nodes.values() if node.up and len(keys) <= frames.MAX_PATH]
         replies = await asyncio.gather(*(self._weigh(node, shared, keys) for node in up))
         return {
             node.name: msgspec.structs.asdict(reply)

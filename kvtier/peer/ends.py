@@ -11,9 +11,9 @@ from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.frames import Refusal
 from kvtier.peer.items import echo, items_of, nbytes_of, picks_of, sums_of
-from kvtier.peer.node import Node
+from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
-from kvtier.types import Code
+from kvtier.types import Code, KvtierError
 
 if TYPE_CHECKING:
     from kvtier.peer.direct import Direct
@@ -46,6 +46,8 @@ class _Held:
             self._peer.give(self._pipe, good=refused(exc))
             self._pipe = None
             self._tier.blame(self._peer, exc)
+        elif not isinstance(exc, (*FAULTS, KvtierError)):
+            raise exc
 
     def close(self) -> None:
         """See Source and Sink."""
@@ -114,11 +116,11 @@ class DirectSource(_Held):
         if self._load is not None and self._picks != picks:
             await self._again()
         pipe, load, self._load = self._open(), self._load, None
-        until = time.monotonic() + 2 * pipe.within(nbytes)  # it may read its disk first
+        until = time.monotonic() + 2 * pipe.within(nbytes)
         try:
             if load is None:
                 fetch = frames.Fetch(picks, tier.packing.pays(into, self._shared.id, len(items)))
-                async with asyncio.timeout(until - time.monotonic()):
+                async with asyncio.timeout(2 * pipe.patience(nbytes)):  # it may read its disk first
                     load = await pipe.ask(fetch, frames.Load)
             if (load.picks, load.nbytes, len(load.sums), load.echo) != (picks, nbytes, 8 * len(items), self._echo):
                 raise _MismatchError("it announced other pages than were asked for")  # noqa: TRY301 - counted below

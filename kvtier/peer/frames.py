@@ -18,7 +18,7 @@ import msgspec
 from kvtier.identity import CacheSpec
 from kvtier.peer.base import Pick
 from kvtier.peer.secrets import derive
-from kvtier.types import Code, KvtierError, bad
+from kvtier.types import Code, KvtierError
 
 VERSION: Final = 3
 NONCE_BYTES: Final = 16
@@ -28,6 +28,8 @@ LENGTH: Final = struct.Struct("<I")
 MAX_HELLO: Final = 512
 """A body before the other side has shown that it has the key."""
 MAX_BODY: Final = 16 << 20
+MAX_PATH: Final = MAX_BODY - (64 << 10)
+"""Bytes of page keys that are asked about: the rest of such a frame is small."""
 MAX_ITEMS: Final = 1 << 16
 T = TypeVar("T")
 
@@ -210,11 +212,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Any, strict=True)
 
 
+class Refusal(KvtierError):  # noqa: N818 - it is the peer's answer, not a fault
+    """The peer understood and said no; the connection goes on."""
+
+
 def encode(message: Message) -> bytes:
-    """Length and body."""
+    """Length and body; raises a Refusal for what no peer would take: that is nobody's fault there."""
     body = _encoder.encode(message)
     if len(body) > MAX_BODY:
-        raise bad("body", f"at most {MAX_BODY} bytes", len(body))
+        raise Refusal(Code.OVER_CAP, f"a frame of {len(body)} bytes (at most {MAX_BODY})")
     return LENGTH.pack(len(body)) + body
 
 
@@ -224,10 +230,6 @@ def decode(body: bytes) -> Message:
         return _decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError) as exc:
         raise KvtierError(Code.BAD_REQUEST, f"not a peer's frame: {exc}") from None
-
-
-class Refusal(KvtierError):  # noqa: N818 - it is the peer's answer, not a fault
-    """The peer understood and said no; the connection goes on."""
 
 
 def size_of(head: bytes, most: int) -> int:

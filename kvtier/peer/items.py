@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import xxhash
@@ -35,6 +35,20 @@ def chunk_pages(spec: CacheSpec) -> int:
     return max(1, min(RUN_PAGES, CHUNK_BYTES // per_page))
 
 
+def chunks(spec: CacheSpec, places: Sequence[Place]) -> Iterator[list[Place]]:
+    """The places in order, cut so that what is asked for at once is a piece at most, or one item."""
+    part, room = list[Place](), CHUNK_BYTES
+    for place in places:
+        nbytes = spec.groups[place.group].item_bytes
+        if part and nbytes > room:
+            yield part
+            part, room = [], CHUNK_BYTES
+        part.append(place)
+        room -= nbytes
+    if part:
+        yield part
+
+
 def picks_of(places: Iterable[tuple[int, int]]) -> tuple[Pick, ...]:
     """Picks of (group, page) pairs, which are grouped by group."""
     groups: dict[int, list[int]] = {}
@@ -55,7 +69,9 @@ def sums_of(sums: Sequence[int]) -> bytes:
 
 
 def pages_of(pick: Pick) -> list[int]:
-    """Page numbers of a pick."""
+    """Page numbers of a pick; raises bad_request."""
+    if len(pick.pages) % 4:
+        raise bad("picks", "int32 pages")
     return list(struct.unpack(f"<{len(pick.pages) // 4}i", pick.pages))
 
 
@@ -63,8 +79,8 @@ def items_of(spec: CacheSpec, picks: Sequence[Pick], pages: int) -> list[tuple[i
     """(group, page) of the picks, in order; raises bad_request for what cannot be items of a path of `pages` pages."""
     out: list[tuple[int, int]] = []
     for pick in picks:
-        if not 0 <= pick.group < len(spec.groups) or len(pick.pages) % 4:
-            raise bad("picks", f"int32 pages of groups 0..{len(spec.groups) - 1}", pick.group)
+        if not 0 <= pick.group < len(spec.groups):
+            raise bad("picks", f"groups 0..{len(spec.groups) - 1}", pick.group)
         found = pages_of(pick)
         if found and not (found[0] >= 0 and found[-1] < pages and all(a < b for a, b in itertools.pairwise(found))):
             raise bad("picks", f"ascending pages 0..{pages - 1}")

@@ -135,20 +135,32 @@ class Pipe:
         assert self._terms is not None
         return self._terms.within(nbytes)
 
+    def patience(self, nbytes: int) -> float:
+        """Seconds that each end takes for nothing but its own part of it, such as reading its disk."""
+        assert self._terms is not None
+        return self._terms.patience(nbytes)
+
+    @property
+    def _slow(self) -> bool:
+        """Whether either end keeps to a rate: a thread notices where nothing moves, in all the time that takes."""
+        assert self._terms is not None
+        return self._terms.rate > 0
+
     async def threaded(
-        self, pool: Executor, work: Callable[[bulk.Line], T], within_s: float, *, begun: bool = False
+        self, pool: Executor, work: Callable[[bulk.Line], T], nbytes: int, within_s: float, *, begun: bool = False
     ) -> T:
         """Let a worker thread use the connection, all over so long from now. Raises what `work` raises.
 
-        Raises a Refusal where no thread is free for half of the time: that is nobody's fault but this host's. `begun`:
-        bytes are on their way, so that the connection is of no use then. A cancelled caller shuts the connection, so
-        that the thread ends, and waits for that.
+        Raises a Refusal where no thread is free for half of the time that the other end bears without a byte: that is
+        nobody's fault but this host's. `begun`: bytes are on their way, so that the connection is of no use then. A
+        cancelled caller shuts the connection, so that the thread ends, and waits for that.
         """
         session, until = self.session, time.monotonic() + within_s
+        patience = min(within_s, 2 * self.patience(nbytes))
         assert session is not None
 
         def run() -> T:
-            line = bulk.Line(self.stream, session, until, sealed=self.sealed, pace=self.pace)
+            line = bulk.Line(self.stream, session, until, patience=patience, sealed=self.sealed, pace=self.pace)
             with line:
                 result = work(line)
             self.wire, self.coding_s = line.wire, line.coding_s
@@ -156,7 +168,7 @@ class Pipe:
 
         job = pool.submit(run)
         future = asyncio.wrap_future(job)
-        timer = self._loop.call_later(within_s / 2, job.cancel)  # what runs goes on
+        timer = self._loop.call_later(patience / 2, job.cancel)  # what runs goes on
         try:
             await asyncio.wait([future])
         except asyncio.CancelledError:
@@ -192,12 +204,12 @@ class Pipe:
             else:
                 line.pour(views)
 
-        if self.sealed or self.stream.channel or self.pace.out or load.packed:
-            await self.threaded(pool, work, within_s)
+        if self.sealed or self.stream.channel or self._slow or load.packed:
+            await self.threaded(pool, work, load.nbytes, within_s)
             return
         left = bulk.begin(self.stream.sock, [memoryview(session.close(found or load)), *views])
         if left:
-            await self.threaded(pool, lambda line: line.pour(left), within_s, begun=True)
+            await self.threaded(pool, lambda line: line.pour(left), load.nbytes, within_s, begun=True)
         self.wire, self.coding_s = load.nbytes, 0.0
 
     async def fill(
@@ -205,9 +217,9 @@ class Pipe:
     ) -> list[int | None]:
         """Receive the items that a frame announced. Like `threaded` and Line.fill; small ones come without a thread."""
         sums = np.frombuffer(load.sums, "<u8").tolist()
-        if self.sealed or self.stream.channel or self.pace.into or load.packed or load.nbytes > bulk.SMALL:
+        if self.sealed or self.stream.channel or self._slow or load.packed or load.nbytes > bulk.SMALL:
             work = partial(bulk.Line.fill, places=places, sums=sums, packed=load.packed)
-            return await self.threaded(pool, work, within_s, begun=True)
+            return await self.threaded(pool, work, load.nbytes, within_s, begun=True)
         out: list[int | None] = [None] * len(places)
         try:
             async with asyncio.timeout(within_s):

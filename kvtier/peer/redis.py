@@ -120,12 +120,20 @@ class Server:
         one = Line(self.address[0], self._where, until, self._login.tls)
         try:
             if self._login.password:
-                user = [self._login.user] if self._login.user else []
-                one.call(b"AUTH", *user, self._login.password)
+                self._enter(one)
         except BaseException:
             one.close()
             raise
         return one
+
+    def _enter(self, one: Line) -> None:
+        """Show the password. What a server says to that is not passed on: some repeat what they do not understand."""
+        user = [self._login.user] if self._login.user else []
+        try:
+            one.call(b"AUTH", *user, self._login.password)
+        except ReplyError as exc:
+            why = next((code for code in ("WRONGPASS", "NOPERM") if str(exc).startswith(code)), "ERR")
+            raise ReplyError(f"AUTH was refused ({why})") from None
 
     async def ping(self) -> None:
         """Ask whether it answers, which also is how it gets another chance."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from kvtier.peer.pace import STEP
 from kvtier.peer.secrets import Secrets
 from kvtier.peer.tls import Certs
 
 MAX_OPS: Final = 8
 """Requests under way to one peer."""
+SHARING: Final = 2 * MAX_OPS
+"""A rate is believed to be shared by so many: all that may, and as much again for whatever else is slow."""
 MIN_RATE: Final = 1 << 20
 MIN_BYTES_S: Final = 32 << 20
 """A transfer may take its deadline and the time that its bytes need at this rate."""
@@ -34,5 +37,8 @@ class Terms(NamedTuple):
 
     def within(self, nbytes: int) -> float:
         """Seconds that a transfer may take, twice what it needs while as many as may share the rate."""
-        slowest = self.rate / (2 * MAX_OPS) if self.rate else MIN_BYTES_S
-        return self.deadline_s + nbytes / min(MIN_BYTES_S, slowest)
+        return self.patience(nbytes) + (nbytes * SHARING / self.rate if self.rate else 0.0)
+
+    def patience(self, nbytes: int) -> float:
+        """The same without a rate, and a turn of all that share it: a transfer that stands still is over after two."""
+        return self.deadline_s + nbytes / MIN_BYTES_S + (STEP * SHARING / self.rate if self.rate else 0.0)

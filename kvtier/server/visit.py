@@ -20,7 +20,7 @@ from kvtier.peer.members import keys_of
 from kvtier.peer.pipe import Pipe
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import here, lend_keys, nodes_of
-from kvtier.store.peers import Guest
+from kvtier.store.peers import Granted, Guest
 from kvtier.store.pushes import lend, path_keys
 from kvtier.store.reserve import Reservation
 from kvtier.store.routing import load, weigh
@@ -221,7 +221,7 @@ class Visit:
             nbytes = nbytes_of(cache.spec, items)
             missing = [m for _, node in wanted for m in self._parts.loads.missing(cache, node, [(route.group, 0, 1)])]
             if missing:
-                until = asyncio.get_running_loop().time() + self._pipe.within(nbytes)
+                until = asyncio.get_running_loop().time() + self._pipe.patience(nbytes)
                 await self._parts.loads.bring(cache, missing, until)
             places, sums = lend_keys(cache, route.group, wanted)
             if not places:
@@ -276,10 +276,10 @@ class Visit:
         """Bring a leased path's items to host and send them."""
         route = self._route
         assert route is not None
-        within = self._pipe.within(nbytes)
         missing = self._parts.loads.missing(cache, node, ranges(items))
         if missing:
-            await self._parts.loads.bring(cache, missing, asyncio.get_running_loop().time() + within)
+            until = asyncio.get_running_loop().time() + self._pipe.patience(nbytes)
+            await self._parts.loads.bring(cache, missing, until)
         lent = None if node.dead else _lent(cache, node, route.shared, items, nbytes)
         if lent is None:
             raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
@@ -326,10 +326,10 @@ class Visit:
         if start == end:
             return frames.Wanted()
         spare = {pick.group: pages_of(pick) for pick in route.spare}
-        res = await self._guest.reserve(store.tokens, cache, keys[: end * cache.index.stride], start, spare)
+        part = keys[: end * cache.index.stride]
+        res = self._hold(await self._guest.reserve(store.tokens, cache, part, start, spare))
         if res is None:
             return frames.Wanted()
-        self._taking = res
         items = res.items(list(range(res.pages)))
         return frames.Wanted(picks_of((g, res.start + at) for g, at, _ in items))
 
@@ -339,11 +339,19 @@ class Visit:
         self._positions = absent[: min(max(1, CHUNK_BYTES // cache.item_bytes[route.group]), MAX_KEYS)]
         size = cache.spec.key_bytes
         keys = b"".join(route.keys[at * size : (at + 1) * size] for at in self._positions)
-        res = await self._guest.reserve_keys(self._home.store.keys, cache, route.group, keys) if keys else None
+        if not keys:
+            return frames.Wanted()
+        res = self._hold(await self._guest.reserve_keys(self._home.store.keys, cache, route.group, keys))
         if res is None:
             return frames.Wanted()
-        self._taking = res
         return frames.Wanted(picks_of((g, self._positions[at]) for g, at, _ in res.items(list(range(res.pages)))))
+
+    def _hold(self, granted: Granted) -> Reservation | None:
+        """What is taken next; None where it is all here by now. Raises what it was refused for: it is offered again."""
+        if granted.refused:
+            raise KvtierError(Code(granted.refused), "there is no room for what was offered now")
+        self._taking = granted.res
+        return granted.res
 
     async def _take(self, msg: frames.Load) -> frames.Message:
         """Receive what was reserved, check it, serve it."""

@@ -117,20 +117,30 @@ class KeyPeers:
         await asyncio.wait(tasks, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
 
     async def _pull(self, cache: Cache, shared: Shared, node: str, names: list[bytes]) -> None:
-        """Fetch keys of one group from one peer, piece by piece; what does not come is a miss for now."""
+        """Fetch keys of one group from one peer, and what does not come from the next that said it has it."""
+        left = await self._from(cache, shared, node, names)
+        for name in left:
+            hint = self._hints.pop((cache.number, name), None)
+            others = tuple(each for each in hint.nodes if each != node) if hint is not None else ()
+            if hint is not None and others:
+                self._note(cache, name, hint._replace(nodes=others))
+        for other, mine in self.wanted(cache, left).items():
+            await self._pull(cache, shared, other, mine)
+
+    async def _from(self, cache: Cache, shared: Shared, node: str, names: list[bytes]) -> list[bytes]:
+        """Fetch keys of one group from one peer, piece by piece; those that are left where one does not come."""
         group, step = names[0][0], max(1, CHUNK_BYTES // cache.item_bytes[names[0][0]])
         with self._keys.parts.leased(cache, cache.index.root):  # so that the cache is not forgotten meanwhile
             try:
                 for at in range(0, len(names), step):
                     part = names[at : at + step]
                     if not await self._piece(cache, shared, node, group, part):
-                        for name in names[at:]:
-                            self._hints.pop((cache.number, name), None)
-                        return
+                        return names[at:]
             except KvtierError as exc:
                 _log.warning("peers' keys could not be taken: %s", exc)
             except Exception:  # noqa: BLE001 - these keys, not the others'
                 _log.exception("fetching keys from a peer failed")
+        return []
 
     async def _piece(self, cache: Cache, shared: Shared, node: str, group: int, names: list[bytes]) -> bool:
         """Fetch some keys; whether all came."""
@@ -140,7 +150,7 @@ class KeyPeers:
             return False
         sums: list[int | None] = []
         try:
-            res = await self._guest.reserve_keys(self._keys, cache, group, keys)
+            res, _ = await self._guest.reserve_keys(self._keys, cache, group, keys)
             if res is None:
                 return True  # others brought them, or there is no room
             items = res.items(list(range(res.pages)))

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 SLICE_S = 1e-3
 """Long work on the loop lets others go first this often."""
 MAX_CACHES = 4096
+MAX_EPOCHS = 1 << 16
+"""Caches that were reset, remembered while nobody has them open where no disk does it."""
 MAX_SCOPES = 64
 """Each has arenas of its own: address space and descriptors that stay."""
 
@@ -66,7 +68,7 @@ class Parts:
         self.caches: dict[int, Cache] = {}
         self.ids: dict[bytes, Cache] = {}
         self.epochs: dict[bytes, int] = {}
-        """Newest epoch of each cache without its epoch (base_id); disk keeps them across restarts."""
+        """Newest epoch of each cache (by base_id), forgotten ones too; disk keeps them across restarts."""
         self.vram = None if device is None else Vram(device, self)
         """The device tier, where one is configured."""
         self.loading = disk is not None
@@ -105,10 +107,12 @@ class Parts:
         return max(known, self.disk.epoch(base)) if self.disk is not None else known
 
     def cache(self, spec: CacheSpec, scope: str, epoch: int) -> Cache:
-        """The cache of that identity, made on first use."""
+        """The cache of that identity, made on first use; raises over_cap for an epoch that cannot be remembered."""
         found = self.ids.get(cache_id(spec, scope, epoch))
         if found is not None:
             return found
+        if epoch and len(self.epochs) >= MAX_CACHES + MAX_EPOCHS:
+            raise KvtierError(Code.OVER_CAP, f"{MAX_EPOCHS} caches were reset since the daemon began", "epoch")
         pool = self.host.pool(scope, shape_of(spec))
         orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool)}
         if self.disk is not None:
@@ -176,7 +180,8 @@ class Parts:
     def prune(self) -> None:
         """Forget caches that hold nothing and that nobody has open (not while the catalogue may yet fill them).
 
-        Their records on disk go, too. Epochs are kept apart there, and stay: an old one must never be served again.
+        Their records on disk go, too. Epochs are kept apart, there or here, and stay: an old one must never be served
+        again.
         """
         if self.loading:
             return
@@ -200,7 +205,9 @@ class Parts:
         if self.vram is not None:
             self.vram.prune(scopes)
         known = {cache.base for cache in self.caches.values()}
-        self.epochs = {base: epoch for base, epoch in self.epochs.items() if base in known}
+        on_disk = self.disk.epoch if self.disk is not None else lambda _: 0
+        # Epoch 0 is shared: who opened a forgotten cache there again would be given peers' KV of the old weights.
+        self.epochs = {base: e for base, e in self.epochs.items() if base in known or e > on_disk(base)}
 
     def room_for(self, spec: CacheSpec, scope: str, epoch: int) -> None:
         """Raise over_cap where one cache more would be too many."""

@@ -13,11 +13,11 @@ import inspect
 import logging
 from array import array
 from collections.abc import Awaitable
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier import wire
 from kvtier.peer.base import PeerTier, Place, Shared, Source
-from kvtier.peer.items import chunk_pages
+from kvtier.peer.items import chunk_pages, chunks
 from kvtier.store.cache import Cache
 from kvtier.store.commits import Commits
 from kvtier.store.instance import Instance, Path, Process
@@ -39,6 +39,13 @@ TRIES: Final = 3
 _log = logging.getLogger("kvtier.peers")
 
 
+class Granted(NamedTuple):
+    """A reservation; None where nothing is missing or, `refused` says why, nothing was granted."""
+
+    res: Reservation | None
+    refused: str
+
+
 class Guest(Instance):
     """Reserves and commits for other hosts. Its pages are not pushed on."""
 
@@ -52,11 +59,8 @@ class Guest(Instance):
 
     async def reserve(
         self, tokens: Tokens, cache: Cache, keys: bytes, start: int, spare: dict[int, list[int]]
-    ) -> Reservation | None:
-        """Slots for what is not here of pages [start, end of keys), and of `spare` pages of window and state groups.
-
-        None: nothing is missing or no room could be made.
-        """
+    ) -> Granted:
+        """Slots for what is not here of pages [start, end of keys), and of `spare` pages of window and state groups."""
         self._join(cache)
         number, path = next(self.parts.numbers), Path(cache, "")
         self.add_path(number, path, keys)
@@ -67,21 +71,21 @@ class Guest(Instance):
         )
         try:
             reply = tokens.reserve(self.process, wire.Reserve(number, start, pages, wants, ROOM_MS))
-            got = await self._known(cache, reply)
+            return await self._known(cache, reply)
         finally:
             self.forget(number)
-        return self.reservations.get(got.reservation)
 
-    async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Reservation | None:
-        """Slots for those of the (concatenated) keys that are not here; None where there are none, or no room."""
+    async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Granted:
+        """Slots for those of the (concatenated) keys that are not here."""
         self._join(cache)
         reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
-        return self.reservations.get((await self._known(cache, reply)).reservation)
+        return await self._known(cache, reply)
 
-    async def _known(self, cache: Cache, reply: wire.Reserved | Awaitable[wire.Reserved]) -> wire.Reserved:
+    async def _known(self, cache: Cache, reply: wire.Reserved | Awaitable[wire.Reserved]) -> Granted:
         """The reply; a guest does not hold caches open, and this one must not be forgotten while it waits for room."""
         with self.parts.leased(cache, cache.index.root):
-            return await reply if inspect.isawaitable(reply) else reply
+            got = await reply if inspect.isawaitable(reply) else reply
+        return Granted(self.reservations.get(got.reservation), "" if got.pages else got.refused)
 
     def _join(self, cache: Cache) -> None:
         """Write whole items of a cache; those that are forgotten by now go."""
@@ -234,16 +238,17 @@ class Peers:
             if group not in index.anchors:
                 spare[group] = list(range(first, first + count))
         start = min([start, *(pages[0] for pages in spare.values() if pages)])
-        res = await self._guest.reserve(self._tokens, cache, keys[: end * stride], start, spare)
+        res, _ = await self._guest.reserve(self._tokens, cache, keys[: end * stride], start, spare)
         if res is None:
             return index.deepest(keys[: end * stride])[1] == end or None
         items = res.items(list(range(res.pages)))
         places = [Place(g, start + at, cache.views(g, handle)) for g, at, handle in items]
-        sums: list[int | None] = [None] * len(places)
+        sums: list[int | None] = []
         try:
-            sums = await source.fetch(places)
+            for part in chunks(cache.spec, places):  # windows and states of the last piece may be many times a piece
+                sums += await source.fetch(part)
         finally:
-            known = {(g, at): value for (g, at, _), value in zip(items, sums, strict=True) if value is not None}
+            known = {(g, at): value for (g, at, _), value in zip(items, sums, strict=False) if value is not None}
             whole = len(known) == len(items) and (res.pages == end - start or None)
             self._count(cache, known)
             self._guest.commit(self._commits, res, known)

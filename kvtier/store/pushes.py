@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier import wire
 from kvtier.index import Node
@@ -39,6 +39,14 @@ def shared_of(tier: PeerTier, cache: Cache) -> Shared | None:
     return None if cache.retired else tier.shared(cache.spec, cache.scope, cache.epoch)
 
 
+class Again(NamedTuple):
+    """A path that is pushed once more: up to which page, how often that was tried, what wakes it."""
+
+    end: int
+    tries: int
+    timer: asyncio.TimerHandle
+
+
 class Pushes:
     """The queue to the homes. Owned by the loop thread."""
 
@@ -50,7 +58,7 @@ class Pushes:
         self._counts = parts.counts
         self._queue: dict[tuple[Cache, Node], tuple[int, int]] = {}
         """(the path to the node, up to a page; how often that was tried)"""
-        self._later: dict[tuple[Cache, Node], asyncio.TimerHandle] = {}
+        self._later: dict[tuple[Cache, Node], Again] = {}
         """What is tried again soon."""
         self._wishes: dict[tuple[Cache, bytes, str], None] = {}
         """Paths whose pages a peer is to get as they are committed."""
@@ -65,8 +73,8 @@ class Pushes:
 
     def close(self) -> None:
         """Try nothing again. The tasks are the caller's to cancel."""
-        for timer in self._later.values():
-            timer.cancel()
+        for each in self._later.values():
+            each.timer.cancel()
         self._later.clear()
 
     @property
@@ -82,26 +90,32 @@ class Pushes:
         if len(self._queue) + len(self._later) >= MAX_QUEUED and key not in self._queue:
             self._counts["peer_push_dropped_queue"] += 1
             return
-        self._queue[key] = max(end, self._queue.get(key, (0, 0))[0]), tries
+        longest, least = self._queue.get(key, (end, tries))
+        self._queue[key] = max(end, longest), min(tries, least)
         self._queued.set()
 
     def _again(self, cache: Cache, node: Node, end: int, tries: int) -> None:
         """Some home did not take it: try once more in a while, unless that was often enough."""
-        key = cache, node
+        key, waits = (cache, node), self._later.get((cache, node))
         if tries + 1 >= TRIES:
             self._counts["peer_push_dropped_home"] += 1
-        elif key not in self._later:
+        elif waits is not None:
+            self._later[key] = waits._replace(end=max(end, waits.end), tries=min(tries + 1, waits.tries))
+        else:
 
             def now() -> None:
-                del self._later[key]
-                self.offer(cache, node, end, tries + 1)
+                found = self._later.pop(key)
+                self.offer(cache, node, found.end, found.tries)
 
-            self._later[key] = asyncio.get_running_loop().call_later(RETRY_S, now)
+            timer = asyncio.get_running_loop().call_later(RETRY_S, now)
+            self._later[key] = Again(end, tries + 1, timer)
 
     def wish(self, cache: Cache, keys: bytes, to: str) -> None:
         """Give a peer what is here of a path, and the rest as it is committed. Raises bad_request for no peer."""
         if not self.tier.known(to):
             raise bad("to", "a peer's name", to)
+        if not keys:
+            return  # every path goes on from there
         if (cache, keys, to) not in self._wishes:
             self._wishes[cache, keys, to] = None
             self._wish_bytes += len(keys)
@@ -137,17 +151,16 @@ class Pushes:
     async def _push_keys(self, cache: Cache, node: Node, tries: int) -> None:
         """Give keys of one group to their homes: this one, and others that wait."""
         same = [key for key in self._queue if key[0] is cache and key[1].edge[0] == node.edge[0]][: wire.MAX_KEYS - 1]
-        for key in same:
-            del self._queue[key]
+        tried = {node: tries} | {key[1]: self._queue.pop(key)[1] for key in same}
         shared = shared_of(self.tier, cache)
-        nodes = [each for each in (node, *(key[1] for key in same)) if not each.dead and each.live]
-        self._counts["peer_push_dropped_gone"] += 1 + len(same) - len(nodes)
+        nodes = [each for each in tried if not each.dead and each.live]
+        self._counts["peer_push_dropped_gone"] += len(tried) - len(nodes)
         if nodes and shared is not None:
             taken, left = await self._keys.push(cache, shared, nodes)
             self._counts["pages_pushed_peer"] += taken
             self._counts["bytes_host_to_peer"] += taken * cache.item_bytes[node.edge[0]]
             for each in left:
-                self._again(cache, each, 1, tries)
+                self._again(cache, each, 1, tried[each])
 
     async def repair(self, cache: Cache, node: Node, end: int) -> bool:
         """Give every home what it lacks of a path, from disk too; False where some home did not answer or failed."""

@@ -117,7 +117,7 @@ async function overview() {
     table("engines", [["engine"], ["holds", "n"], ["of", "n"], ["leases", "n"], ["reservations", "n"]],
       status.instances.map((i) => [i.instance, bytes(i.held_bytes), bytes(i.cap_bytes), count(i.leases), count(i.reservations)]), "none attached");
     table("peers", [["peer"], ["address"], ["state"]],
-      (status.peers || []).map((p) => [p.name, p.address, p.up ? "up" : `down: ${p.why || "not reached yet"}`]), "none configured");
+      (status.peers || []).map((p) => [p.name, p.address, p.up ? "up" : p.why === undefined ? "down" : `down: ${p.why || "not reached yet"}`]), "none configured");
     await pins();
     await curve();
     if (at("cache").value !== shownCache) await load();
