@@ -128,20 +128,21 @@ def shares(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, 
     if share:
         return
     if name == "vLLM":  # transformers takes five seconds for a prompt
-        overhead(bench, name, subjects, prompts)
+        overhead(bench, name, subjects, prompts, bench.rounds(32))
+        overhead(bench, name, subjects, Prompts(3 * prompts.length, bench.seed + 1), bench.rounds(12))
     for field, what in (("inside_s", "time"), ("inside_cpu_s", "processor time of the engine's thread")):
         if field in inside[0]:
             costs = [max(got[field], 1e-9) / got["s"] * 100 for got in inside]
             bench.add(f"{name}: kvtier's part of the first token, {what}", "%", {OURS: costs}, target=COST)
 
 
-def overhead(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts) -> None:
+def overhead(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, rounds: int) -> None:
     """What kvtier takes of an engine's time where nothing is ever used again, in many short turns.
 
     Both compute the same prompts, a few in a row: what is still being saved of one is paid for by the next. Before
     the other's turn all is saved.
     """
-    turns = [[prompts.fresh() for _ in range(ROW)] for _ in range(bench.rounds(32))]
+    turns = [[prompts.fresh() for _ in range(ROW)] for _ in range(rounds)]
 
     def computing(subject: str) -> Callable[[], float]:
         mine = iter(turns)
@@ -155,7 +156,8 @@ def overhead(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts
 
     alone = f"{name} alone"
     samples = interleave({each: computing(each) for each in (OURS, alone)}, len(turns))
-    bench.compare(f"{name}: first token with kvtier against alone, nothing cached", samples, alone, COST)
+    what = f"{name}: first token with kvtier against alone, nothing of {prompts.length} tokens cached"
+    bench.compare(what, samples, alone, COST)
 
 
 @contextlib.contextmanager

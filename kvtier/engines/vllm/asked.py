@@ -27,6 +27,8 @@ class Asked:
     """Held by the thread that asks the daemon about the path."""
     keyed: int = 0
     """Pages whose keys the path has."""
+    matched: float = 0.0
+    """When the daemon was asked last (time.monotonic)."""
     lookup: Future[Lease] | None = None
     lease: Lease | None = None
     plan: tuple[int, int] = (0, 0)

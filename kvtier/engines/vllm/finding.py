@@ -15,6 +15,8 @@ LOAD_MS: Final = 5000
 PENDING_S: Final = 0.25
 """It waits at most so long for pages that are being committed right now."""
 POLL_S: Final = 0.005
+FRESH_S: Final = 0.01
+"""A match that is so old is not asked for again: most requests are looked up as soon as they are announced."""
 
 
 class Finder:
@@ -34,7 +36,8 @@ class Finder:
     def find(self, asked: Asked, pages: int) -> Lease:
         """Match and lease, waiting for what is on disk."""
         with asked.lock:
-            self.extend(asked, pages)
+            if pages > asked.keyed or time.monotonic() > asked.matched + FRESH_S:
+                self.extend(asked, pages)
             path, until = asked.path, time.monotonic() + PENDING_S
             while path.pages < pages and (path.pending or path.asking) and time.monotonic() < until:
                 time.sleep(POLL_S)
@@ -58,6 +61,7 @@ class Finder:
         keys = self.keys.of(asked.request, said, asked.keyed, pages) if pages > asked.keyed else b""
         asked.keyed = max(asked.keyed, pages)
         asked.path.extend(keys)
+        asked.matched = time.monotonic()
 
     @staticmethod
     def forget(asked: Asked) -> None:
