@@ -20,90 +20,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clientkit import (
+    DEADLINE,
+    FULL,
+    KEYED,
+    PAGE,
+    RNG,
+    ROWS,
+    SPEC,
+    content,
+    keys,
+    put,
+    right,
+    spec_of,
+    status,
+    stopped,
+    until,
+)
 from kvtier import wire
 from kvtier.client import AsyncClient, Away, Client, page_keys
 from kvtier.client.layout import Item
 from kvtier.demo.daemon import Daemon
-from kvtier.identity import CacheSpec, GroupSpec, Slice
+from kvtier.identity import GroupSpec, Slice
 from kvtier.types import Code, Kind, KvtierError, Presence
 
-PAGE = 4
-FULL = GroupSpec(Kind.FULL, 2, 4, 4096)
 WINDOW = GroupSpec(Kind.WINDOW, 1, 2, 1000, window=6)
 STATE = GroupSpec(Kind.STATE, 3, 1, 2 << 20)
-RNG = np.random.default_rng(7)
-BLOB = RNG.integers(0, 256, 8 << 20, dtype=np.uint8)
-DEADLINE = 5.0
-"""Seconds in which anything that waits for another process must have happened."""
-
-
-def spec_of(*groups: GroupSpec, **more: Any) -> CacheSpec:
-    """A cache of small pages."""
-    fields = {"model": "m", "fingerprint": b"f" * 16, "kv_dtype": "bf16", "page_tokens": PAGE, "groups": groups}
-    return CacheSpec(**(fields | more))
-
-
-SPEC = spec_of(FULL)
-KEYED = spec_of(FULL, key_bytes=16)
-
-
-def content(seed: int, size: int) -> np.ndarray:
-    """Bytes that only this seed has."""
-    out = BLOB[:size].copy()
-    out[:8] = np.frombuffer(np.int64(seed).tobytes(), np.uint8)
-    return out
-
-
-def keys(pages: int, spec: CacheSpec = SPEC, first: int = 0) -> bytes:
-    """Keys of a path of distinct pages."""
-    return page_keys(spec, np.arange(first, first + pages * PAGE))
-
-
-def put(cache: Any, pages: int, seed: int = 0) -> None:
-    """Store pages of the path, group 0."""
-    with cache.match(keys(pages)).reserve(0, pages, wait_ms=2000) as reserved:
-        assert reserved.pages == pages, reserved.refused
-        for page in range(pages):
-            assert reserved.write(0, page, content(seed + page, FULL.item_bytes))
-        assert reserved.commit() == pages
-
-
-def right(lease: Any, pages: int, seed: int = 0) -> bool:
-    """Whether a lease has these pages, byte for byte."""
-    out = np.empty(FULL.item_bytes, np.uint8)
-    return lease.pages == pages and all(
-        lease.read(0, page, out) and np.array_equal(out, content(seed + page, out.size)) for page in range(pages)
-    )
-
-
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """A process that is stopped meanwhile, as a daemon that hangs."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # killed meanwhile
-            os.kill(pid, signal.SIGCONT)
-
-
-def until(condition: Any) -> None:
-    """Wait until it holds."""
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
-
-
-def status(daemon: Daemon) -> dict[str, Any]:
-    """What the daemon says of itself."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(daemon.socket.with_name("admin.sock")))
-        sock.sendall(wire.request_frame(wire.Status(), 1))
-        raw = b""
-        while len(raw) < 16 or len(raw) < 16 + wire.parse_header(raw[:16]).length:
-            raw += sock.recv(1 << 16)
-    return wire.decode_reply(wire.VERBS[wire.Status], raw[16:], wire.Info).data
 
 
 @pytest.fixture
@@ -643,6 +585,18 @@ def test_reset_before_the_daemon_was_ever_there_hides_what_it_kept(daemon):
         assert cache.epoch == 3
 
 
+def test_what_was_given_before_a_reset_is_not_adopted_after_it(daemon, client):
+    """The share says which epoch the KV is of, however late it is made."""
+    cache = client.open(SPEC)
+    put(cache, 2)
+    lease, reserved = cache.match(keys(2)).acquire(), cache.match(keys(3)).reserve(2, 1)
+    cache.reset()
+    with Client(daemon.socket, instance="engine") as worker:
+        for given in (lease, reserved):
+            with pytest.raises(KvtierError, match="epoch"):
+                worker.open(SPEC).adopt(given.share())
+
+
 def test_reset_frees_the_old_epoch_for_everyone(daemon, client):
     """The old KV is gone for this engine; an old path is matched again in the new epoch."""
     cache = client.open(SPEC)
@@ -776,8 +730,6 @@ def test_clients_leave_no_descriptor_or_thread(daemon, no_leaks):
 
 
 # -- regions -------------------------------------------------------------------------------------------------------
-
-ROWS = 16
 
 
 @pytest.fixture

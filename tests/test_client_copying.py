@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clientkit import interrupted
 from kvtier.client import copying
 from kvtier.client.copying import NEAR_BYTES, PAST_BYTES, SHARE_BYTES, WIDE_BYTES, Pieces, copy_rows
 
@@ -73,6 +75,32 @@ def test_an_interrupted_copy_is_over_when_the_interrupt_gets_out(monkeypatch):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_copy_interrupted_at_any_moment_is_over_when_the_interrupt_gets_out(monkeypatch, begun):
+    """Also while the other thread is woken, or begun: nothing is copied any more, and nothing will be."""
+    copying_now, shares = list[int](), list[int]()
+
+    def slow(target: copying.Bytes, source: copying.Bytes) -> list[int]:
+        copying_now.append(1)
+        shares.append(1)
+        time.sleep(0.002)
+        copying_now.pop()
+        return [0] * len(target)
+
+    monkeypatch.setattr(copying, "_plain", slow)
+    pairs = pairs_of([(4, WIDE_BYTES // 4)])
+    copy_rows(pairs, summed=False)
+    for number in itertools.count(1):
+        if not begun:
+            copying._helper.forget()
+        if not interrupted(number, lambda: copy_rows(pairs, summed=False)):
+            break
+        assert not copying_now, number
+        done = len(shares)
+        time.sleep(0.005)
+        assert len(shares) == done, number
 
 
 @pytest.mark.parametrize("main", [True, False])

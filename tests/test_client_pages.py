@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from clientkit import status
 from kvtier import wire
 from kvtier.client import Client, putting
 from kvtier.client.arenas import runs
@@ -129,6 +130,17 @@ def test_reading_ends_before_the_first_page_that_is_wrong(cache):
         assert cache.client.checks.mismatches == 2
 
 
+def test_a_slice_that_is_copied_out_is_verified_each_time(daemon):
+    """As a whole item is: no setting of what is looked at in place makes a wrong one right."""
+    with Client(daemon.socket, instance="engine", verify="never") as client:
+        cache = client.open(spec_of(SMALL))
+        stored(cache, 3)
+        whole, out = Slice(0, SMALL.layers, 0, SMALL.heads), np.empty(SMALL.item_bytes, np.uint8)
+        with cache.match(keys(3)).acquire() as lease:
+            spoil(lease, 1)
+            assert [lease.shard(0, page, whole, out) for page in range(3)] == [True, False, True]
+
+
 def test_reading_ends_where_the_lease_does(cache):
     """Pages that are not leased are no hit; views cannot be written; nothing is there after release."""
     data = stored(cache, 6)
@@ -169,6 +181,21 @@ def test_committed_pages_and_pages_of_others_are_not_written(cache):
         assert not held.write_pages(0, -1, content(1))
     with cache.match(keys(6)).acquire() as lease:
         assert np.array_equal(shown(lease, 0, 6), np.concatenate((data, content(6, seed=5)[4:])))
+
+
+def test_a_refused_commit_leaves_the_pages_to_write_and_to_give_back(daemon, cache):
+    """Nothing of them is committed: neither for the right commit that follows, nor when they are aborted."""
+    data = content(2, 0)
+    with cache.match(keys(2)).reserve(0, 2) as held:
+        with pytest.raises(KvtierError):
+            held.commit(0, 3)
+        assert held.write_pages(0, 0, data)
+        assert held.commit() == 2
+    with cache.match(keys(4)).reserve(2, 2) as held, pytest.raises(KvtierError):
+        held.commit(2, 3)
+    assert cache.client.ping()
+    (engine,) = status(daemon)["instances"]
+    assert engine["held_bytes"] == 0
 
 
 def test_slots_are_written_in_place_where_they_are_wanted(daemon, cache):
