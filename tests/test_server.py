@@ -669,10 +669,10 @@ async def test_a_kernel_that_gives_no_pidfd_of_a_peer_gives_one_of_its_pid(world
     monkeypatch.setattr(handshake, "SO_PEERPIDFD", 9999)
     process = await child(world)
     process.kill()
+    await reap(process)
     async with asyncio.timeout(5):
         await world.store.happened("gone")
     assert world.store.log[-2:] == [("leave", False), ("gone",)]
-    await reap(process)
 
 
 @scene
@@ -682,14 +682,16 @@ async def test_a_process_that_cannot_be_watched_keeps_its_slots_while_it_maps_th
     monkeypatch.setattr(handshake, "_UCRED", Unseen())
     world = await make(drain_s=0.01)
     process = await child(world, "map")
-    async with asyncio.timeout(5):
-        await world.store.happened("leave", False)
-    await asyncio.sleep(0.2)
-    assert ("gone",) not in world.store.log
-    process.kill()
+    try:
+        async with asyncio.timeout(5):
+            await world.store.happened("leave", False)
+        await asyncio.sleep(0.2)
+        assert ("gone",) not in world.store.log
+    finally:
+        process.kill()
+        await reap(process)
     async with asyncio.timeout(5):
         await world.store.happened("gone")
-    await reap(process)
 
 
 @scene

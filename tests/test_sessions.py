@@ -64,6 +64,7 @@ def test_a_client_that_reconnects_takes_nothing_from_another_of_its_process(daem
         theirs, mine = scheduler.open(SPEC), worker.open(SPEC)
         put(theirs, 2, seed=7)
         lease = theirs.match(keys(2)).acquire()
+        lose(worker)  # it joins after the lease was given
         adopted = mine.adopt(lease.share())
         lose(scheduler)
         assert lease.lost
@@ -97,12 +98,13 @@ def test_processes_of_another_pid_namespace_are_told_apart(apart: Daemon) -> Non
     pages = [1, 2, 3]
     with Client(apart.socket, instance="e", timeout_s=5) as scheduler:
         cache = scheduler.open(engineproc.SPEC)
-        worker, other = EngineProcess(apart, "e"), EngineProcess(apart, "dead")
+        other = EngineProcess(apart, "dead")
+        assert other("put", pages) == {"published": 3}
+        lease = cache.match(engineproc.path_keys(pages)).acquire()
+        worker = EngineProcess(apart, "e")
         try:
-            assert other("put", pages) == {"published": 3}
-            assert [each["pids"] for each in ctl(apart, "status")["instances"]] == [[0, 0], [0]]
-            lease = cache.match(engineproc.path_keys(pages)).acquire()
             assert worker("adopt", base64.b64encode(lease.share()).decode()) == {"pages": 3}
+            assert [each["pids"] for each in ctl(apart, "status")["instances"]] == [[0, 0], [0]]
             lose(scheduler)
             assert [each["leases"] for each in ctl(apart, "status")["instances"]] == [1, 0]
             assert worker("read", pages) == {"pages": 3, "right": 3}
