@@ -347,6 +347,22 @@ async def test_exports_are_few_at_a_time(tmp_path: Path) -> None:
         await call(store, wire.Export(wire.Prompt()))
 
 
+async def test_an_import_that_is_refused_holds_nothing(tmp_path: Path) -> None:
+    """One too many: once the others have ended their caches, and that of the refused one, are forgotten."""
+    async with storing(None) as store:
+
+        def head(n: int) -> bytes:
+            return msgspec.msgpack.encode(archive.header(spec(model=f"m{n}"), "uid:0", 0))
+
+        numbers = [(await call(store, wire.Import(head(n), ""))).data["import"] for n in range(8)]
+        with pytest.raises(KvtierError) as caught:
+            await call(store, wire.Import(head(8), ""))
+        assert caught.value.code == Code.BUSY
+        for number in numbers:
+            await call(store, wire.ImportEnd(number))
+        assert store.parts.caches == {}
+
+
 async def test_rot_found_by_an_export_is_left_out(tmp_path: Path) -> None:
     """A copy on disk that is not what was stored ends its path in the file; it is counted, and cut here."""
     async with storing(tmp_path / "a", host=16 * MIB) as store:

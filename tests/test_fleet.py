@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -20,14 +21,16 @@ from fleetkit import Fleet, Host, free_ports, until, write_secrets
 from kvtier import wire
 from kvtier.client import Client
 from kvtier.identity import Slice
+from kvtier.peer import frames
 from kvtier.peer.base import Place
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
 from kvtier.peer.members import Members, keys_of
 from kvtier.peer.node import LACKS_S
+from kvtier.peer.pipe import Pipe
 from kvtier.peer.ring import homes, rungs
 from kvtier.peer.secrets import read
-from kvtier.peer.terms import Terms
+from kvtier.peer.terms import MAX_OPS, Terms
 from kvtier.types import Presence
 from liar import MODES, Liar
 from storekit import until as soon
@@ -215,6 +218,35 @@ def test_a_path_that_no_frame_holds_is_asked_of_nobody_and_takes_no_peer_down(tm
         assert a.count("peer_failures") == a.count("peer_down") == 0
         assert a.up() == {"b"}
         assert a.get(PATHS[0]) == 5
+
+
+async def test_every_host_of_a_fleet_has_room_for_its_connections(tmp_path: Path) -> None:
+    """32 hosts: b serves nine connections of each, and 200 strangers that say nothing, and answers a all the while."""
+    dead = free_ports(30)
+    fleet = Fleet(tmp_path, 2, more=[(f"h{n}", port) for n, port in enumerate(dead)])
+    secrets = read(tmp_path / "secrets")
+    with fleet as hosts:
+        a, b = hosts["a"], hosts["b"]
+        where = next(row["address"] for row in a.ask(wire.Status())["peers"] if row["name"] == "b")
+        port = int(where.rpartition(":")[2])
+        pipes = []
+        for n in range(30):
+            for _ in range(MAX_OPS + 1):
+                pipe = Pipe(socket.create_connection(("127.0.0.1", port)))
+                pipes.append(pipe)
+                await pipe.knock(Terms(f"h{n}", secrets), "b")
+                await pipe.ask(frames.Ping(), frames.Done)
+        strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+        a.daemon.kill()
+        a.client = None
+        await asyncio.to_thread(a.start)
+        await soon(lambda: "b" in a.up())
+        await asyncio.sleep(3.0)
+        assert "b" in a.up()
+        assert a.count("peer_down") == 0
+        assert b.count("peer_down") <= 1
+        for end in (*pipes, *strangers):
+            end.close()
 
 
 def test_a_host_without_the_secret_of_a_cache_gets_none_of_it(tmp_path: Path) -> None:

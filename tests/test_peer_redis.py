@@ -327,7 +327,7 @@ async def test_a_password_is_asked_for_and_never_shown(tmp_path: Path, caplog) -
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make certificates with")
 async def test_tls_goes_only_to_servers_that_the_authority_vouches_for(tmp_path: Path) -> None:
-    """Pages go over TLS; a client that does not know the authority does not talk to the server."""
+    """Pages go over TLS, on connections that are known to be open; who does not know the authority does not talk."""
     if b"libssl" not in subprocess.run(["ldd", REDIS], capture_output=True).stdout:
         pytest.skip("this redis-server is built without TLS")
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
@@ -350,6 +350,12 @@ async def test_tls_goes_only_to_servers_that_the_authority_vouches_for(tmp_path:
                     shared = tier.shared(SPEC, "uid:0", 0)
                     assert await given(tier, shared, PATHS[0]) == 5
                     assert await fetched(tier, shared, PATHS[0]) == 5
+                    idle = tier.shelf._servers["127.0.0.1", port]._idle.pop()
+                    assert idle.quiet()
+                    server.kill()
+                    await until(lambda idle=idle: not idle.quiet())  # it hung up: that is seen before the next use
+                    idle.close()
+                    server.start()
         assert server.port == port
 
 

@@ -214,6 +214,29 @@ async def test_hosts_agree_on_a_generation_whatever_one_server_lost(tmp_path: Pa
 
 
 @SHARED
+async def test_a_purge_that_one_server_missed_holds_once_the_others_are_evicted(tmp_path: Path, tier) -> None:
+    """The third name comes back with an older generation and is corrected; alone, whatever it says, one begins."""
+    async with tier(tmp_path) as pair:
+        shelf, names = pair.tier.shelf, generation_names(pair.shared)
+
+        async def now() -> bytes | None:
+            return await Generations(shelf).of(pair.shared, soon())
+
+        old = await now()
+        await pair.tier.forget(pair.shared)
+        assert await shelf.replace(names[2:], old, soon()) == [True]
+        new = await now()
+        assert old < new
+        assert await shelf.peek(names, 12, soon()) == [new] * 3
+        assert await shelf.replace(names[2:], old, soon()) == [True]
+        assert await shelf.drop(names[:2], soon())
+        again = await now()
+        assert old < again
+        assert again != new
+        assert await shelf.peek(names, 12, soon()) == [again] * 3
+
+
+@SHARED
 async def test_items_of_many_pieces_and_of_many_slots_come_back_bit_exact(tmp_path: Path, tier) -> None:
     """An item over several pieces of 2 MiB, in slots whose ends are no piece's ends, is stored and fetched whole."""
     big = spec((GroupSpec(Kind.FULL, 1, 1, (18 << 20) + 12345),))

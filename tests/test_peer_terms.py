@@ -205,6 +205,41 @@ async def test_what_was_offered_is_not_taken_for_what_was_asked_about_next(tmp_p
             engine.leave()
 
 
+async def test_page_numbers_that_are_none_are_refused_by_name_and_the_connection_goes_on(tmp_path: Path) -> None:
+    """Picks of three bytes in a question for pages that are here: bad_request, and the next question is answered."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        sink = await tier.offer("far", tier.shared(SPEC, "uid:0", 0), PATH, ())
+        with pytest.raises(frames.Refusal, match="int32"):
+            await sink._pipe.ask(frames.Find(sink._shared.id, PATH, (frames.Pick(0, b"abc"),)), frames.Found)
+        assert (await sink._pipe.ask(frames.Find(sink._shared.id, PATH), frames.Found)).pages == 9
+        sink.close()
+
+
+async def test_a_cancelled_fetch_that_asks_again_is_cancelled(tmp_path: Path, monkeypatch) -> None:
+    """It asks once more on another connection, without one of its own: the cancellation is not taken for a miss."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0)
+        asked = asyncio.Event()
+
+        async def ask(*_: object) -> None:
+            asked.set()
+            await asyncio.sleep(3600)
+
+        monkeypatch.setattr(tier, "ask", ask)
+        source._load = frames.Load((), b"", 0, b"")  # other pages come than are wanted
+        task = asyncio.create_task(source.fetch([Place(0, 0, [np.zeros(PAGE, np.uint8)])]))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(tmp_path: Path) -> None:
     """KV8: a little more than half the bytes, bit exact; its pages and the exact ones never answer for each other."""
     page_tokens, dim = 16, 64

@@ -56,6 +56,8 @@ class Feed:
         self._timer: asyncio.TimerHandle | None = None
         self._indexes: list[Index] = []
         self._announcing: asyncio.Task[None] | None = None
+        self._anew = False
+        """Whether everything is to be announced once more, after what is being announced."""
 
     def tells(self, spec: CacheSpec) -> bool:
         """Whether a cache's pages are announced."""
@@ -113,11 +115,19 @@ class Feed:
 
     def announce(self) -> None:
         """Say that nothing holds and then all that is cached, in slices; changes go on in between."""
+        self._anew = True
         if self._announcing is None or self._announcing.done():
-            self._announcing = asyncio.get_running_loop().create_task(self._announce())
+            self._announcing = asyncio.get_running_loop().create_task(self._announce_all())
+
+    async def _announce_all(self) -> None:
+        while self._anew:
+            self._anew = False
+            await self._announce()
 
     async def _announce(self) -> None:
         self._add(Cleared())
+        inner = set[Node]()
+        """Nodes that were told, whose children say so."""
         until = time.perf_counter() + SLICE_S
         for index in list(self._indexes):
             for node in index.walk():
@@ -126,7 +136,8 @@ class Feed:
                     await asyncio.sleep(0)
                     until = time.perf_counter() + SLICE_S
                 if not node.dead:
-                    self._tell(index, node)
+                    for each in _untold(index, node, inner):
+                        self._tell(index, each)
 
     def _tell(self, index: Index, node: Node) -> None:
         """Announce all copies of a node."""
@@ -135,3 +146,14 @@ class Feed:
             if held is not None:
                 for lo, hi in stretches(held):
                     self.stored(index, node, tier, lo, hi)
+
+
+def _untold(index: Index, node: Node, inner: set[Node]) -> list[Node]:
+    """The node, and those right above it that were not told: a node that is split gives its pages to a new parent."""
+    found = [node]
+    while (above := found[-1].parent) is not None and above is not index.root and above not in inner:
+        found.append(above)
+    inner.update(found[1:])
+    if node.children:
+        inner.add(node)
+    return found[::-1]

@@ -2,8 +2,8 @@
 
 PUB: three frames, the topic (empty), the number of the batch (8 bytes, big-endian, from 0 in each life of the daemon)
 and MessagePack of [time, events, rank]. ROUTER: a request is the first number wanted, the answer every kept batch from
-there as (number, batch), then the number -1. Who asks for batches that are not kept any more gets what is kept, and
-everything is announced anew on PUB.
+there as (number, batch), then the number -1, which is missing where the reader has too much unread. Who asks for
+batches that are not kept any more gets what is kept, and everything is announced anew on PUB.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Publisher:
         sock.linger = 0
         if kind == zmq.PUB:
             sock.sndhwm = BACKLOG
+        elif kind == zmq.ROUTER:
+            sock.sndhwm = KEPT + 1
+            sock.router_mandatory = True  # what does not fit is said, not left out in the middle
         sock.bind(endpoint)
         return sock
 
@@ -121,10 +124,12 @@ class Publisher:
         first = int.from_bytes(asked, "big")
         if first > self._next or (self._kept and first < self._kept[0][0]):
             self._announce()
-        for number, payload in list(self._kept):
-            if number >= first:
-                self._replay.send_multipart((who, b"", number.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((who, b"", END, b""))
+        rest = [(number.to_bytes(8, "big"), payload) for number, payload in self._kept if number >= first]
+        try:
+            for frames in (*rest, (END, b"")):
+                self._replay.send_multipart((who, b"", *frames), zmq.NOBLOCK)
+        except zmq.ZMQError as exc:  # it left, or does not read what it asked for: without the end it asks again
+            _log.info("a replay ended early: %s", exc)
 
 
 def encode(when: float, events: list[Event]) -> bytes:

@@ -1,8 +1,9 @@
 """Which life of a cache a shared store is in: a number in the names of all its pages, so that a purge is one write.
 
 It is kept under three names, which a Cluster of three has on three servers. Two of them must be known: then the highest
-is the latest, whatever one lost server had or was started without. Where there is none at all everybody begins a new
-one and all take the same.
+is the latest, whatever one lost server had or was started without. What two agree on the third is given, so that it has
+nothing older to say once they are evicted; and what one says alone, of two that were, may be older than they: a new one
+begins. Where there is none at all everybody begins a new one and all take the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import logging
 import secrets as random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvtier.peer.base import Shared
@@ -21,6 +22,8 @@ from kvtier.peer.shelf import GENERATION_BYTES, Shelf, generation_names
 BELIEVED_S: Final = 1.0
 """So late others notice a purge."""
 QUORUM: Final = 2
+CLAIM_S: Final = 0.05
+"""Who has begun to claim the names has them all by then."""
 MOST_KNOWN: Final = 4096
 COUNT_BYTES: Final = 4
 
@@ -79,12 +82,20 @@ class Generations:
         """The highest there is, which those names get that have none; b'': there is none; None: it is not known."""
         names = generation_names(shared)
         raw = await self._shelf.peek(names, GENERATION_BYTES, until)
-        said = [value for value in raw if value is not None]
-        if len(said) < QUORUM:
+        if _alone(raw):
+            await asyncio.sleep(CLAIM_S)
+            raw = await self._shelf.peek(names, GENERATION_BYTES, until)
+        if _alone(raw):
+            await self._shelf.replace(names, _after(_best(raw)), until)
+            raw = await self._shelf.peek(names, GENERATION_BYTES, until)
+        if len(names) - raw.count(None) < QUORUM or _alone(raw):
             return None
-        best = max((value for value in said if len(value) == GENERATION_BYTES), default=b"")
-        if best and b"" in said:
+        best = _best(raw)
+        if best and b"" in raw:
             await self._shelf.claim(names, best, until)
+        older = [name for name, value in zip(names, raw, strict=True) if value not in {None, b"", best}]
+        if older and raw.count(best) >= QUORUM:
+            await self._shelf.replace(older, best, until)
         return best
 
     async def end(self, shared: Shared) -> None:
@@ -123,6 +134,16 @@ class Generations:
                 return True
         _log.warning("a purge waits for the shared store; until then nothing of that cache is taken from it")
         return False
+
+
+def _best(raw: Sequence[bytes | None]) -> bytes:
+    """The highest generation that was said; b'': none."""
+    return max((value for value in raw if value is not None and len(value) == GENERATION_BYTES), default=b"")
+
+
+def _alone(raw: Sequence[bytes | None]) -> bool:
+    """Whether one name has a generation and all others have none."""
+    return bool(_best(raw)) and raw.count(b"") == len(raw) - 1
 
 
 def _page(shared: Shared) -> bytes:

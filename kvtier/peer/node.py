@@ -17,6 +17,7 @@ from typing import Any, Final
 from kvtier.peer import frames
 from kvtier.peer.base import Shared
 from kvtier.peer.frames import Refusal
+from kvtier.peer.names import Resolver
 from kvtier.peer.pace import pace
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.speed import Link
@@ -57,6 +58,7 @@ class Node:
         self.into, self.out = Link(), Link()
         self._terms = terms
         self._pace = pace(terms.rate)
+        self._resolver = Resolver(address)
         self._idle: list[Pipe] = []
         self._room = asyncio.Semaphore(most)
         """How many requests may be under way."""
@@ -163,9 +165,8 @@ class Node:
     async def _connect(self) -> Pipe:
         """A new connection; notices another life of the peer."""
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
-        family, kind, _, _, where = found[0]
-        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        family, where = await self._resolver.find()
+        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             await loop.sock_connect(sock, where)
             certs = self._terms.certs

@@ -10,7 +10,6 @@ import asyncio
 import binascii
 import contextlib
 import logging
-import socket
 import ssl
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvtier.mover import drained
+from kvtier.peer.names import Resolver
 from kvtier.peer.resp import Line, ReplyError, Where, command
 from kvtier.peer.shelf import Want
 
@@ -57,6 +57,7 @@ class Server:
         self._pool = ThreadPoolExecutor(MAX_OPS + 1, "kvtier-redis")
         self._deadline_s = deadline_s
         self._counts = counts
+        self._resolver = Resolver(address)
         self._where: Where | None = None
         self._idle: list[Line] = []
         self._room = asyncio.Semaphore(MAX_OPS)
@@ -139,8 +140,7 @@ class Server:
         """Ask whether it answers, which also is how it gets another chance."""
         try:
             async with asyncio.timeout(self._deadline_s):  # here, because a look-up in a thread knows no deadline
-                found = await asyncio.get_running_loop().getaddrinfo(*self.address, type=socket.SOCK_STREAM)
-            self._where = Where(found[0][0], found[0][4])
+                self._where = Where(*await self._resolver.find())
             await self._threaded(lambda line: line.call(b"PING"), time.monotonic() + self._deadline_s)
         except FAULTS as exc:
             self.failed(exc)

@@ -6,6 +6,7 @@ before anybody sees it. The kernel waits, so that a megabyte is one call. Speaks
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import struct
@@ -236,8 +237,10 @@ class Line:
         """Whether an idle connection is still open: nobody sends on one that nothing was asked on."""
         if self._have[0] != self._have[1]:
             return False
-        if self._tls:
-            return True  # a peek is not possible; an old one fails at its first use
+        if isinstance(self._sock, ssl.SSLSocket):  # no peek, but nothing at all comes to one that is idle
+            waits = select.poll()
+            waits.register(self._sock, select.POLLIN)
+            return not self._sock.pending() and not waits.poll(0)
         return silent(self._sock)
 
     def shut(self) -> None:

@@ -17,12 +17,15 @@ from typing import Final
 from kvtier.peer.fame import Fame
 from kvtier.peer.pace import Pace, pace
 from kvtier.peer.pipe import Pipe
-from kvtier.peer.terms import Terms
+from kvtier.peer.terms import MAX_OPS, Terms
 from kvtier.server.visit import Visit
 from kvtier.store import Store
 from kvtier.types import KvtierError
 
-MAX_CONNECTIONS: Final = 256
+SPARE: Final = 256
+"""Connections beyond what each member may have: those that ended on the other side, which nobody told us of."""
+MAX_NEW: Final = 128
+"""Connections whose other end has not shown the key yet."""
 THREADS: Final = 8
 FAULTS: Final = (OSError, EOFError, TimeoutError)
 
@@ -32,8 +35,8 @@ _log = logging.getLogger("kvtier.peer")
 class Home:
     """Listens for peers. Owned by the loop thread."""
 
-    def __init__(self, store: Store, terms: Terms, address: tuple[str, int], fame: Fame) -> None:
-        """Raises OSError where the address cannot be had. `fame`: the peer tier's."""
+    def __init__(self, store: Store, terms: Terms, address: tuple[str, int], fame: Fame, *, members: int = 2) -> None:
+        """Raises OSError where the address cannot be had. `fame`: the peer tier's; `members`: hosts of the fleet."""
         self.store = store
         self.terms = terms
         self._paces: OrderedDict[str, Pace] = OrderedDict()
@@ -41,8 +44,11 @@ class Home:
         self.incarnation = random.token_bytes(8)
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-home")
         family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        self._socket = socket.create_server(address, family=family, backlog=MAX_CONNECTIONS)
+        self._socket = socket.create_server(address, family=family, backlog=SPARE)
         self._socket.setblocking(False)
+        self._most = SPARE + members * (MAX_OPS + 1)
+        """Connections that are served: of each member its requests under way, and its pings."""
+        self._admitted: set[Visit] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -64,7 +70,7 @@ class Home:
                 _log.warning("a peer could not be accepted: %s", exc)
                 await asyncio.sleep(0.2)
                 continue
-            if len(self._tasks) >= MAX_CONNECTIONS:
+            if len(self._tasks) - len(self._admitted) >= MAX_NEW:
                 sock.close()
                 continue
             task = loop.create_task(self._serve(sock))
@@ -79,6 +85,7 @@ class Home:
             try:
                 await visit.run()
             finally:
+                self._admitted.discard(visit)
                 visit.end()
         except (*FAULTS, KvtierError) as exc:
             _log.debug("a peer's connection ended: %r", exc)
@@ -94,11 +101,17 @@ class Home:
         await asyncio.gather(*tasks, return_exceptions=True)
         self.pool.shutdown(wait=True)
 
+    def admit(self, visit: Visit) -> bool:
+        """Whether a connection whose other end has shown the key is served."""
+        if len(self._admitted) < self._most:
+            self._admitted.add(visit)
+        return visit in self._admitted
+
     def pace(self, peer: str) -> Pace:
         """How fast that peer may be served, over all its connections."""
         found = self._paces.pop(peer, None) or pace(self.terms.rate)
         self._paces[peer] = found
-        if len(self._paces) > MAX_CONNECTIONS:
+        if len(self._paces) > self._most:
             self._paces.popitem(last=False)
         return found
 

@@ -18,10 +18,10 @@ from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, ranges, sums_of
 from kvtier.peer.members import keys_of
 from kvtier.peer.pipe import Pipe
+from kvtier.server.lending import Lent, asked, lent_of
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import here, lend_keys, nodes_of
 from kvtier.store.peers import Granted, Guest
-from kvtier.store.pushes import lend, path_keys
 from kvtier.store.reserve import Reservation
 from kvtier.store.routing import load, weigh
 from kvtier.types import Code, KvtierError, bad
@@ -36,8 +36,6 @@ FIRST_BYTES: Final = 64 << 10
 KNOCK_S: Final = 2.0
 """A newcomer shows that it has the key within this time."""
 IDLE_S: Final = 60.0
-MAX_FETCH: Final = 64
-"""Items of one fetch, where they are more than CHUNK_BYTES."""
 TAKE_S: Final = 5.0
 """What is reserved for a peer that does not send it is given back after that time."""
 
@@ -49,15 +47,6 @@ class Route(NamedTuple):
     keys: bytes
     spare: tuple[Pick, ...] = ()
     group: int = 0
-
-
-class Lent(NamedTuple):
-    """Items that are sent: where they are, their checksums, the echo that names the path, their bytes together."""
-
-    places: list[Place]
-    sums: list[int]
-    name: bytes
-    nbytes: int
 
 
 class Visit:
@@ -91,8 +80,12 @@ class Visit:
         """Serve until the peer goes."""
         home, pipe, clock = self._home, self._pipe, asyncio.get_running_loop().time
         async with asyncio.timeout(KNOCK_S) as patience:
-            pipe.pace = home.pace(await pipe.answer(home.terms, home.incarnation))
+            name = await pipe.answer(home.terms, home.incarnation)
             message = await pipe.receive(frames.Message, FIRST_BYTES)
+            if not home.admit(self):
+                await pipe.send(frames.Refused(Code.BUSY.value, "too many connections"))
+                return
+            pipe.pace = home.pace(name)
             while True:
                 patience.reschedule(None)
                 reply = await self._do(message)
@@ -184,10 +177,10 @@ class Visit:
         found = frames.Found(pages, self._home.fame.level(keys_of(route.shared, route.keys)[0], time.monotonic()))
         if not msg.picks or any(page >= pages for pick in msg.picks for page in pages_of(pick)[-1:]):
             return found
-        items, nbytes = _items(cache, msg.picks, pages)
+        items, nbytes = asked(cache, msg.picks, pages)
         node = cache.radix.ending_at(match.node, pages)
         with self._parts.leased(cache, node):
-            lent = _lent(cache, node, route.shared, items, nbytes)
+            lent = lent_of(cache, node, route.shared, items, nbytes)
             if lent is None:
                 return found
             try:
@@ -246,7 +239,7 @@ class Visit:
         if route is None or cache is None:
             raise KvtierError(Code.UNKNOWN, "nothing was found before")
         pages = len(route.keys) // cache.spec.stride
-        items, nbytes = _items(cache, msg.picks, pages)
+        items, nbytes = asked(cache, msg.picks, pages)
         if cache.spec.keyed:
             await self._fetch_keys(cache, route, items, packed=msg.packed)
             return None
@@ -280,7 +273,7 @@ class Visit:
         if missing:
             until = asyncio.get_running_loop().time() + self._pipe.patience(nbytes)
             await self._parts.loads.bring(cache, missing, until)
-        lent = None if node.dead else _lent(cache, node, route.shared, items, nbytes)
+        lent = None if node.dead else lent_of(cache, node, route.shared, items, nbytes)
         if lent is None:
             raise KvtierError(Code.UNKNOWN, "some of it could not be brought to host")
         await self._pour(lent, msg.picks, packed=msg.packed)
@@ -383,18 +376,3 @@ class Visit:
             with contextlib.suppress(KvtierError):
                 self._guest.commit(self._home.store.commits, self._taking, {})
             self._taking = None
-
-
-def _items(cache: Cache, picks: tuple[Pick, ...], pages: int) -> tuple[list[tuple[int, int]], int]:
-    """Items of a path of `pages` pages that are asked for, and their bytes; raises bad_request."""
-    items = items_of(cache.spec, picks, pages)
-    nbytes = nbytes_of(cache.spec, items)
-    if not items or (nbytes > CHUNK_BYTES and len(items) > MAX_FETCH and len({page for _, page in items}) > 1):
-        raise bad("picks", f"items of about {CHUNK_BYTES} bytes", nbytes)
-    return items, nbytes
-
-
-def _lent(cache: Cache, node: Node, shared: Shared, items: list[tuple[int, int]], nbytes: int) -> Lent | None:
-    """Items of a leased path, to be sent; None where not all of them are in host."""
-    places, sums = lend(cache, node, items)
-    return Lent(places, sums, echo(shared.id, path_keys(cache, node)), nbytes) if places else None

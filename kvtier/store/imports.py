@@ -78,9 +78,9 @@ class Imports:
         self.parts.room_for(head.spec, scope, known)
         self.parts.arenas(scope)
         cache = self.parts.cache(head.spec, scope, known)
+        number = self.visits.add(Import(cache, head.cache_id[:CHAIN_BYTES]), self._drop)
         cache.index.lease(cache.index.root)
         cache.own += 1
-        number = self.visits.add(Import(cache, head.cache_id[:CHAIN_BYTES]), self._drop)
         return wire.Info({"import": number, "cache": cache.id.hex()})
 
     def _drop(self, held: Import) -> None:

@@ -1,0 +1,61 @@
+"""Where peers are: names whose look-up hangs or that are none hold up no other peer."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from fleetkit import free_ports, write_secrets
+from kvtier.peer import node
+from kvtier.peer.direct import Direct
+from kvtier.peer.fame import Fame
+from kvtier.peer.secrets import read
+from kvtier.peer.terms import Terms
+from kvtier.server.home import Home
+from storekit import storing, until
+
+real = socket.getaddrinfo
+
+
+async def test_a_name_whose_look_up_hangs_or_that_is_none_holds_up_no_other_peer(tmp_path: Path, monkeypatch) -> None:
+    """One look-up of it at a time, whatever its pings ask; peers with addresses need no thread to be connected to."""
+    gate, asked = threading.Event(), []
+
+    def look_up(host: str, *words: object, **more: object) -> object:
+        if host == "dead.example" and not more.get("flags"):
+            asked.append(host)
+            gate.wait()
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        if host == "dead.example":
+            raise socket.gaierror(-2, "no address")
+        return real(host, *words, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(node, "PING_S", 0.05)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    nodes = {name: ("127.0.0.1", port) for name, port in zip(("near", "far"), free_ports(2), strict=True)}
+    async with storing(None) as far:
+        home = Home(far, Terms("far", secrets), nodes["far"], Fame())
+        home.start()
+        tier = Direct(nodes | {"dead": ("dead.example", 1), "none": ("a..b", 1)}, Terms("near", secrets, 0.3))
+        tier.start()
+        try:
+            dead, reached, none = (tier._nodes[name] for name in ("dead", "far", "none"))
+            await until(lambda: reached.up and "not asked" not in none.why)
+            assert "a..b" in none.why
+            await until(lambda: len(asked) > 1 or dead.counts["peer_down"] or "Timeout" in dead.why)
+            await asyncio.sleep(1.5)
+            assert len(asked) == 1
+            assert not none._watch.done()
+            reached._hang_up()
+            await asyncio.sleep(0.5)
+            assert reached.up
+            assert tier.counts["peer_down"] == 0
+        finally:
+            gate.set()
+            await tier.close()
+            await home.close()
