@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from functools import cache as cached
 from pathlib import Path
 from types import CodeType, FrameType
@@ -104,7 +103,7 @@ def status(daemon: Daemon) -> dict[str, Any]:
     return wire.decode_reply(wire.VERBS[wire.Status], raw[16:], wire.Info).data
 
 
-TRACED = (*(str(Path(module.__file__ or "").parent) for module in (wire, futures)), threading.__file__)
+TRACED = (str(Path(wire.__file__).parent), threading.__file__)
 """Where calls are interrupted."""
 
 
@@ -118,6 +117,13 @@ def _names(code: CodeType) -> dict[int, str]:
     return {each.offset: each.opname for each in dis.get_instructions(code)}
 
 
+def _in_destructor(frame: FrameType | None) -> bool:
+    """Whether nothing that is raised there gets out."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
 def interrupted(number: int, call: Callable[[], Any]) -> bool:
     """Whether a call came to its moment `number` (1: the first), at which it was interrupted.
 
@@ -127,8 +133,8 @@ def interrupted(number: int, call: Callable[[], Any]) -> bool:
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal seen
-        if not frame.f_code.co_filename.startswith(TRACED) or frame.f_code.co_name == "__del__":
-            return None  # the collector's: nothing gets out of there
+        if not frame.f_code.co_filename.startswith(TRACED) or _in_destructor(frame):
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         name = _names(frame.f_code).get(frame.f_lasti, "") if event == "opcode" else ""
         was, before[id(frame)] = before.get(id(frame), ""), name

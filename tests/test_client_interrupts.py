@@ -75,14 +75,11 @@ def rows() -> Iterator[tuple[int, np.ndarray]]:
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a socket that an interrupt leaves to the collector
-@pytest.mark.parametrize("joined", [True, False])
-def test_a_client_goes_on_after_an_interrupt_at_any_moment(daemon, at_once, no_leaks, joined):
-    """Of a request, or of connecting: every thread is served afterwards, and no descriptor stays open."""
-    client = Client(daemon.socket, instance="engine", timeout_s=0.5)
+def goes_on(client: Client, reconnects: bool) -> None:
+    """Interrupt pings at one moment after the other: every thread must be served afterwards."""
     for number in itertools.count(1):
         assert client.ping()
-        if not joined:
+        if reconnects:
             client.link._cut()
         if not interrupted(number, client.ping):
             break
@@ -90,6 +87,17 @@ def test_a_client_goes_on_after_an_interrupt_at_any_moment(daemon, at_once, no_l
         until(client.ping)
     assert number > 20
     client.close()
+
+
+def test_a_client_goes_on_after_an_interrupt_at_any_moment_of_a_request(daemon, at_once, no_leaks):
+    """No lock and no flag stays as the interrupt found it, nor a descriptor."""
+    goes_on(Client(daemon.socket, instance="engine", timeout_s=0.5), reconnects=False)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a socket that is left to the collector
+def test_a_client_goes_on_after_an_interrupt_at_any_moment_of_connecting(daemon, at_once):
+    """The thread that connects lets the others connect."""
+    goes_on(Client(daemon.socket, instance="engine", timeout_s=0.5), reconnects=True)
 
 
 def test_a_client_goes_on_when_a_thread_waits_while_another_is_interrupted(daemon, at_once):
@@ -126,6 +134,7 @@ def test_a_handler_that_calls_the_client_amid_its_connecting_gets_a_miss(daemon,
     client.close()
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a socket that is left to the collector
 def test_rows_of_an_interrupted_load_stay_fenced_while_the_daemon_may_write_them(daemon, at_once, rows):
     """At any moment: rows that are not fenced afterwards are not written any more."""
     fd, memory = rows

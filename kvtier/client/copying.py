@@ -6,14 +6,14 @@ memcpy. A call returns, or raises, when nothing of it is copied any more: its sl
 
 from __future__ import annotations
 
-import contextlib
+import _thread
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import inf
+from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
@@ -170,21 +170,34 @@ _pieces = Pieces()
 
 
 class _Helper:
-    """One thread for the whole process, begun with the first large copy, and again in a child of fork."""
+    """One thread for the whole process, begun with the first large copy, and again in a child of fork.
+
+    Not a pool: an interrupt amid a submit would leave a lock of its held, and the next copy would wait for it for good.
+    """
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self.forget()
 
     def forget(self) -> None:
         """The thread is not in this process."""
-        self._pool = None
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._begun = False
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Let the thread do work when it comes to it; never, where the interpreter ends or has no thread to give."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "kvtier-copy")
-        with contextlib.suppress(RuntimeError):
-            self._pool.submit(work)
+        """Let the thread do work when it comes to it; never, where the system has no thread to give."""
+        if not self._begun:
+            self._begun = True
+            try:
+                _thread.start_new_thread(self._serve, (self._work,))
+            except RuntimeError:
+                self._begun = False
+                return
+        self._work.put(work)
+
+    @staticmethod
+    def _serve(work: SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            work.get()()
 
 
 _helper = _Helper()

@@ -159,8 +159,9 @@ class Pipe:
         self._sock.close()
 
     def __del__(self) -> None:
-        """Nobody is in a call any more, also where an interrupt left one counted."""
-        self._sock.close()
+        """Nobody is in a call any more, also where an interrupt left one counted, or this half made."""
+        if hasattr(self, "_sock"):
+            self._sock.close()
 
     def _enter(self) -> None:
         """A call on the socket begins; raises Away once it was dropped."""
