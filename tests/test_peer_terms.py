@@ -38,6 +38,7 @@ from kvtier.peer.secrets import read
 from kvtier.peer.terms import MAX_OPS, MIN_RATE, Terms
 from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
+from kvtier.server.visit import Visit
 from kvtier.store import Store
 from kvtier.types import Kind, KvtierError
 from liar import MUTE, Liar
@@ -369,6 +370,26 @@ async def test_at_a_rate_a_peer_that_stops_is_a_miss_long_before_its_pages_would
             assert sums[-1] is None
         finally:
             await tier.close()
+
+
+async def test_at_a_rate_a_home_that_stops_holds_up_no_push_longer_than_a_turn(tmp_path: Path, monkeypatch) -> None:
+    """It takes bytes into its socket and says nothing: the push fails, not in the time that all of them may take."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    near, far = (Terms(name, secrets, 0.5, rate=MIN_RATE) for name in ("near", "far"))
+    gate = asyncio.Event()
+
+    async def take(*_: object) -> None:
+        await gate.wait()
+        raise EOFError
+
+    monkeypatch.setattr(Visit, "_take", take)
+    async with pair(near, far) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await give(tier, PATH, 9)
+        assert time.monotonic() - begin < near.within(9 * PAGE)
+        gate.set()
 
 
 async def test_as_many_transfers_as_may_share_the_lowest_rate_all_arrive(tmp_path: Path) -> None:

@@ -158,8 +158,10 @@ class DirectSink(_Held):
         load = frames.Load(picks_of(items), sums_of(sums), nbytes, self._echo, packed)
         within, begin = pipe.within(nbytes), time.monotonic()
         try:
-            async with asyncio.timeout(2 * within):
+            async with asyncio.timeout(2 * within) as limit:
                 await pipe.pour(tier.pool, load, places, within, None)
+                if pipe.paced:  # and so is what it has to read yet
+                    limit.reschedule(asyncio.get_running_loop().time() + 2 * pipe.patience(nbytes))
                 stored = await pipe.receive(frames.Stored)
         except BaseException as exc:
             self._fail(exc)

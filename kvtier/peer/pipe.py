@@ -51,6 +51,8 @@ class Pipe:
         """and seconds for packing or unpacking them."""
         self._terms: Terms | None = None
         """Those that both ends keep to."""
+        self.paced = False
+        """Whether this end sends no faster than the other one takes."""
         self._loop = asyncio.get_running_loop()
 
     # -- the first two frames -------------------------------------------------------------------------------------
@@ -69,6 +71,7 @@ class Pipe:
             raise KvtierError(Code.FORBIDDEN, f"the peer does not have the fleet's key, or is not {peer}")
         self.session, self.incarnation = session, answer.incarnation
         self._terms = terms.met(answer.rate)
+        self.paced = 0 < terms.rate <= self._terms.rate
 
     async def answer(self, terms: Terms, incarnation: bytes) -> str:
         """As the answerer: agree on keys; who asks. It has shown nothing (but a certificate) before its next frame."""

@@ -200,14 +200,16 @@ class KeyPeers:
             sink.close()
 
     async def _feed(self, cache: Cache, sink: Sink, group: int, nodes: list[Node]) -> int:
-        """Send what a home picks of these keys, as long as host has it."""
+        """Send what a home picks of these keys, as long as host has it; how many it took, -1 where it failed."""
         taken = 0
         while sink.picks:
             places, sums = lend_keys(cache, group, [(at, nodes[at]) for pick in sink.picks for at in pages_of(pick)])
-            sent = await sink.send(places, sums) if places else 0
-            taken += sent
-            if not sent:
+            if not places:
                 break
+            sent = await sink.send(places, sums)
+            if not sent:
+                return -1
+            taken += sent
             await sink.more()
         return taken
 
