@@ -474,7 +474,7 @@ async def test_a_cache_that_a_peer_pushes_to_is_not_forgotten_while_it_waits_for
         Engine(store, "other", pid=2).leave()
         assert store.parts.caches.get(cache.number) is cache
         disk.gate.set()
-        assert (await waits).pages == (4 if keyed else 2)
+        assert (await waits).res.pages == (4 if keyed else 2)
         assert store.parts.check() == []
         guest.end(store.commits)
         engine.leave()

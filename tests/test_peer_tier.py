@@ -351,7 +351,7 @@ async def test_what_peers_brought_once_is_forgotten_with_its_cache():
         guest = Guest(store.parts, "peers", store.cap_bytes)
         for n in range(20):
             cache = store.parts.cache(spec(salt=b"%d" % n), "uid:0", 0)
-            res = await guest.reserve(store.tokens, cache, tokens(1, 2), 0, {})
+            res, _ = await guest.reserve(store.tokens, cache, tokens(1, 2), 0, {})
             assert guest.commit(store.commits, res, {}) == 0
             store.parts.prune()
         assert len(guest.process.ranks) == 1
