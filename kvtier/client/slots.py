@@ -151,7 +151,7 @@ class Slots:
             if joined.inherited:  # it is the parent's
                 return
             joined, _ = yield from self.cache.entering()
-            if self._joined is None or self._joined.daemon.gone or joined.daemon.pid != self._joined.daemon.pid:
+            if self._joined is None or self._joined.daemon.gone or joined.welcome.run != self._joined.welcome.run:
                 return
         yield Post(joined, message)
 
