@@ -45,7 +45,7 @@ def apart(tmp_path: Path) -> Iterator[Daemon]:
 
 def lose(client: Client) -> None:
     """Lose the connection as after a timeout, and connect again, which says that its slots are unmapped."""
-    client.link.lose(client.link.joined, "lost by the test")
+    client.link._talk.lose("lost by the test")
     until(client.ping)
 
 
@@ -205,7 +205,7 @@ def test_slots_of_a_worker_that_joined_after_the_reservation_stay_its_own(daemon
         part = late.open(wide, rank=1, world=2, slices=HALVES[1]).adopt(reserved.share())
         assert part.writes
         view = part.view(0, 0)
-        late.link.lose(late.link.joined, "lost by the test")
+        late.link._talk.lose("lost by the test")
         until(lambda: instance(daemon)["left"] == 1)
         reserved.abort()
         first.close()
