@@ -174,6 +174,18 @@ async def test_requests_count_once_and_time_is_bounded():
         assert pool.distances.requests == 1
 
 
+async def test_a_prompt_of_millions_of_pages_does_not_hold_the_loop():
+    """What would take longer than all that may be saved up is not begun; the next request is looked at."""
+    async with storing(None, host=16 << 20) as store:
+        engine = Engine(store)
+        await engine.open(PAGES)
+        await engine.match(np.arange(2 << 20, dtype="<i4").tobytes())
+        await engine.match(tokens(1, 2, 3, page_tokens=1))
+        pool = next(iter(store.parts.ways.curves.pools.values()))
+        await until(lambda: pool.distances.requests == 1)
+        assert (pool.skipped, pool.distances.pages) == (1, 3)
+
+
 async def test_a_busy_loop_spends_a_hundredth_on_it():
     """However many long prompts come, what the curve takes is its share of the time, and what was saved up."""
     async with storing(None, host=16 << 20) as store:

@@ -17,6 +17,10 @@ SHARE: Final = 0.01
 """Of the loop's time."""
 SAVED_S: Final = 0.05
 """So much unused time may be saved up."""
+PAGE_S: Final = 2e-6
+"""What looking at a page is taken to cost before it was measured."""
+MEASURED: Final = 64
+"""Pages of a request that tells what one costs."""
 LATER_S: Final = 0.02
 """A request is looked at so long after it came, when its answer is out."""
 QUEUED: Final = 256
@@ -52,6 +56,7 @@ class Curves:
         self._queue: deque[tuple[Pool, Cache, bytes | list[bytes]]] = deque()
         self._waiting = False
         self._saved_s = SAVED_S
+        self._page_s = PAGE_S
         self._asked = time.perf_counter()
 
     def note(self, cache: Cache, keys: bytes | list[bytes]) -> None:
@@ -73,17 +78,25 @@ class Curves:
             asyncio.get_running_loop().call_later(LATER_S, self._work)
 
     def _work(self) -> None:
-        """Look at what waits, as far as the time saved up allows; what does not fit is skipped, and counted."""
+        """Look at what waits, as far as the time saved up allows; what does not fit is skipped, and counted.
+
+        Nor is what would take longer than all that may be saved up: a prompt of a million pages would hold the loop
+        for seconds.
+        """
         self._waiting = False
-        start = time.perf_counter()
+        start = now = time.perf_counter()
         self._saved_s = min(SAVED_S, self._saved_s + SHARE * (start - self._asked))
         while self._queue:
             pool, cache, keys = self._queue.popleft()
-            if self._saved_s < time.perf_counter() - start:
+            pages = len(keys) // cache.index.stride if isinstance(keys, bytes) else len(keys)
+            if self._saved_s < now - start + pages * self._page_s:
                 pool.skipped += 1
                 continue
             self._see(pool, cache, keys)
-        self._asked = time.perf_counter()
+            before, now = now, time.perf_counter()
+            if pages >= MEASURED:
+                self._page_s += (min(10 * PAGE_S, (now - before) / pages) - self._page_s) / 8
+        self._asked = now
         self.spent_s += self._asked - start
         self._saved_s -= self._asked - start
 
