@@ -181,6 +181,26 @@ def test_bad_requests_are_refused_by_field_and_pages_of_other_names_not_at_all(b
         assert board.ask(path)[0] == 404
 
 
+def test_a_pin_that_comes_in_pieces_is_read_whole(board: Board) -> None:
+    """A body is cut where the network likes; one that is too long is refused by name."""
+
+    def pieces(*parts: bytes) -> Iterator[bytes]:
+        for part in parts:
+            yield part
+            time.sleep(0.1)
+
+    for body, field in (
+        (pieces(b'{"cache": "", "cha', b'in": "00"}'), "chain"),
+        (pieces(b" " * (MAX_BODY + 1)), "body"),
+    ):
+        connection = http.client.HTTPConnection("127.0.0.1", board.port, timeout=20)
+        connection.request("POST", "/v1/pins", body, {"Authorization": f"Bearer {board.token}"})
+        reply = connection.getresponse()
+        said = json.loads(reply.read())["error"]
+        connection.close()
+        assert (reply.status, said["field"]) == (400, field), said
+
+
 SMUGGLED = b"GET /v1/pins HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.identity import CacheSpec, GroupSpec, chain_keys
 from kvtier.index import KeyedIndex, Order, RadixIndex
@@ -67,12 +67,15 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = 2
-        self.index = radix(self.tokens)
-        self.store = Store(self.index)
         self.model: dict[tuple[int, ...], dict[int, int]] = {}
         self.leases: list[tuple[object, tuple[int, ...]]] = []
         self.now = 0.0
+
+    @initialize(page=st.sampled_from((1, 2, 16, 64, 256)))
+    def begin(self, page: int) -> None:
+        self.tokens = page
+        self.index = radix(page)
+        self.store = Store(self.index)
 
     paths = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -739,6 +742,37 @@ async def test_room_is_made_ahead_of_need(tmp_path: Path) -> None:
         await until(lambda: pool.used(0) <= 0.9 * pool.capacity(0))
         assert store.parts.counts["slices_ahead"] > 0
         assert pool.used(0) >= 0.75 * pool.capacity(0)
+        assert store.parts.check() == []
+
+
+async def test_eviction_goes_on_after_a_policy_raised(tmp_path: Path) -> None:
+    """A user's policy fails now and then: the leaf that it was asked about stays in line, and room is made again."""
+    async with storing(tmp_path, host=4 * MIB, ways=Ways("lru", high_water=0.9)) as store:
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096),)))
+        await engine.put(tokens(*range(32)))
+        await quiet(store)
+        policy = store.parts.space.order_of(store.parts.host.pools[0]).policy
+        right, asked = policy.share, itertools.count(1)
+
+        def share(node: Any) -> int:
+            if next(asked) % 3 == 0:
+                raise ZeroDivisionError
+            return right(node)
+
+        policy.share = share
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: None)
+        for n in range(1, 60):
+            with contextlib.suppress(ZeroDivisionError):
+                await engine.put(tokens(*range(100 * n, 100 * n + 32)))
+            await quiet(store)
+        assert next(asked) > 9
+        assert store.parts.counts["slices_ahead"] > 3
+        policy.share = right
+        pool = store.parts.host.pools[0]
+        assert store.parts.space.evict(pool, [pool.capacity(0)])
+        assert pool.used(0) == 0
         assert store.parts.check() == []
 
 

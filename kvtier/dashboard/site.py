@@ -194,7 +194,10 @@ class Dashboard:
         """Pin the path that ends with a page, by its chain key."""
         self._demand(request)
         try:
-            new = msgspec.json.decode(await request.content.read(MAX_BODY), type=NewPin)
+            raw = await request.read()  # all of it, in however many pieces it comes
+            if len(raw) > MAX_BODY:
+                raise bad("body", f"at most {MAX_BODY} bytes", len(raw))
+            new = msgspec.json.decode(raw, type=NewPin)
             of = wire.Prompt(new.cache, chain=bytes.fromhex(new.chain))
         except (msgspec.MsgspecError, ValueError) as exc:
             raise bad("body", f"a pin as JSON ({exc})") from None

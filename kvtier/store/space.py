@@ -146,12 +146,12 @@ class Space:
 
     def _make_ahead(self, pool: SlotPool) -> None:
         """One slice, and another until the low mark is reached or nothing goes."""
+        self._ahead.discard(pool)  # whatever a policy raises, there is a next time
         wanted = [min(AHEAD, n) for n in self._over(pool, 2 * self.ways.high_water - 1)]
         if any(wanted) and self.evict(pool, wanted):
             self.counts["slices_ahead"] += 1
+            self._ahead.add(pool)
             asyncio.get_running_loop().call_soon(self._make_ahead, pool)
-        else:
-            self._ahead.discard(pool)
 
     def _over(self, pool: SlotPool, share: float) -> list[int]:
         """Items of each group beyond that share of its slots; none while there is memory that no pool has."""
@@ -180,25 +180,31 @@ class Space:
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
         dropped = offered = 0
         unsaved: list[tuple[Index, Node]] = []
-        while offered < max(left):
-            taken = order.pop(self.ways.now(), share) if len(unsaved) < MAX_UNSAVED else None
-            if taken is None and not unsaved:
-                break
-            index, node = taken or unsaved.pop(0)
-            lo, hi = index.tail(node, self.tier, min(order.policy.share(node), max(left)))
-            if lo == hi:
-                continue
-            if taken is not None and self.below.there and self.unsaved_from(index, node, lo, hi) < hi:
-                pages = self._save(index, node)
-                offered += pages
-                if not pages:
-                    unsaved.append(taken)
-                continue  # held until written; comes back to the order then
-            self._drop(index, node, lo, hi, left)
-            dropped += hi - lo
-        for index, node in unsaved:
-            index.requeue(node, self.tier)
-        self.persist.evictions.batch(self.tier, dropped)
+        leaf: tuple[Index, Node] | None = None
+        try:
+            while offered < max(left):
+                taken = order.pop(self.ways.now(), share) if len(unsaved) < MAX_UNSAVED else None
+                if taken is None and not unsaved:
+                    break
+                index, node = leaf = taken or unsaved.pop(0)
+                lo, hi = index.tail(node, self.tier, min(order.policy.share(node), max(left)))
+                if lo == hi:
+                    continue
+                if taken is not None and self.below.there and self.unsaved_from(index, node, lo, hi) < hi:
+                    pages = self._save(index, node)
+                    offered += pages
+                    if not pages:
+                        unsaved.append(taken)
+                    continue  # held until written; comes back to the order then
+                self._drop(index, node, lo, hi, left)
+                dropped += hi - lo
+        except BaseException:
+            unsaved += [leaf] if leaf else []  # a policy raised: without an entry the leaf would stay for good
+            raise
+        finally:
+            for index, node in unsaved:
+                index.requeue(node, self.tier)
+            self.persist.evictions.batch(self.tier, dropped)
         return dropped > 0
 
     def _save(self, index: Index, node: Node) -> int:
