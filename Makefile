@@ -1,6 +1,7 @@
 # Every target makes .venv and installs what it needs; nothing else has to be there but Python 3.11+ and make.
 #   PYTHON=python3.12    which interpreter .venv is made with
 #   ENGINES='vllm sglang' which engines `make engines` installs
+#   BENCH_ARGS=--rivals      what `make bench` passes on: here, other projects too
 #   TORCH_INDEX=URL      where to take torch from (pick your vendor's CPU index to save the CUDA build's gigabytes)
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -9,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?= -q
+BENCH_ARGS ?=
 # Hundreds of daemons start in the tests: with bytecode each takes half the time.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -34,8 +36,8 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.dev $(VENV)/.bench
-	$(BIN)/python bench/run.py
+bench: $(VENV)/.dev $(VENV)/.demo $(VENV)/.bench
+	$(BIN)/python bench/run.py $(BENCH_ARGS)
 
 # Venvs of their own for the engines that `make slow` runs where they are: ENGINES=vllm for one of them.
 engines:
