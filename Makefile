@@ -1,7 +1,7 @@
 # Every target makes .venv and installs what it needs; nothing else has to be there but Python 3.11+ and make.
 #   PYTHON=python3.12    which interpreter .venv is made with
 #   ENGINES='vllm sglang' which engines `make engines` installs
-#   BENCH_ARGS=--rivals      what `make bench` passes on: here, other projects too
+#   BENCH_ARGS=--rivals  what `make bench` passes on: here, other projects too
 #   TORCH_INDEX=URL      where to take torch from (pick your vendor's CPU index to save the CUDA build's gigabytes)
 PYTHON ?= python3
 TORCH_INDEX ?=

@@ -68,7 +68,7 @@ def about() -> list[str]:
         f"- Machine: {models[0] if models else platform.machine()}, {cores} cores, {memory:.0f} GiB",
         f"- System: {platform.system()} {platform.release()}, load {os.getloadavg()[0]:.1f} at the end",
         f"- Python {platform.python_version()}, {', '.join(libraries())}",
-        f"- Command: `{' '.join(['python', 'bench/run.py', *sys.argv[1:]])}` (`make bench`; BENCH_ARGS are its arguments)",
+        f"- Command: `{' '.join(['python', 'bench/run.py', *sys.argv[1:]])}` (`make bench BENCH_ARGS=...`)",
         f"- Commit: {commit() or 'no checkout'}",
     ]
 
