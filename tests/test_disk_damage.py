@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.tiers.records import FORMAT, VERSION_KEY, Version, run_number, seal
 from kvtier.tiers.scan import scan
-from tests.diskkit import KIB, Owner
+from tests.diskkit import KIB, Owner, spec
 
 
 def make(folder, runs: int = 6) -> dict[int, int]:
@@ -113,15 +113,33 @@ def test_a_damaged_record_costs_its_run(tmp_path, db):
         assert owner.tier.stats["damaged_runs"] == 0
 
 
-def test_a_damaged_cache_record_costs_its_cache(tmp_path):
-    """Runs of a cache that is not known are gone, silently: a drop that a crash interrupted looks the same."""
+def test_a_damaged_cache_record_costs_its_cache_and_says_so(tmp_path, caplog):
+    """Its runs are gone, counted, and named once with their number; another cache's runs are served."""
     make(tmp_path / "d")
+    with Owner(tmp_path / "d") as owner:
+        kept = owner.write(owner.cache(spec(model="other")), 50, 4)
     edit(tmp_path / "d", b"caches", None, None)
     with Owner(tmp_path / "d") as owner:
-        assert owner.runs == []
-        assert owner.tier.caches() == {}
-        assert owner.tier.used_bytes == 0
+        assert [run.id for run, _, _ in owner.runs] == [kept]
+        assert [record.spec.model for record in owner.tier.caches().values()] == ["other"]
+        assert owner.tier.used_bytes == 4 * 16 * KIB
+        assert owner.tier.stats["damaged_runs"] == 6
+        assert caplog.text.count("has no sound record: its 6 runs are dropped") == 1
         still_works(owner)
+    with Owner(tmp_path / "d") as owner:
+        assert owner.tier.stats["damaged_runs"] == 0
+
+
+def test_what_is_left_of_a_dropped_cache_is_no_loss(tmp_path, caplog):
+    """Runs without a cache, as a crash amid a drop leaves them, are freed and neither counted nor complained of."""
+    make(tmp_path / "d")
+    with lmdb.open(str(tmp_path / "d" / "catalogue"), max_dbs=16) as env, env.begin(write=True) as txn:
+        handle = env.open_db(b"caches", txn=txn)
+        txn.delete(next(iter(txn.cursor(handle)))[0], db=handle)
+    with Owner(tmp_path / "d") as owner:
+        assert owner.runs == []
+        assert owner.tier.used_bytes == owner.tier.stats["damaged_runs"] == 0
+        assert not caplog.records
 
 
 def test_runs_that_share_cells_are_not_both_kept(tmp_path):
