@@ -59,7 +59,6 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
     budget = default_budget() if config.host.bytes < 0 else check_budget(config.host.bytes)
     disk = None
     if config.disk.bytes:
-        config.disk_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         post, pack = loop.call_soon_threadsafe, config.disk.compress
         disk = DiskTier(config.disk_path, config.disk.bytes, post=post, compress=pack)
     ways = Ways(config.policy, high_water=config.host.high_water)

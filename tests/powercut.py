@@ -136,19 +136,25 @@ def safe_at(journal: list[Write | Sync]) -> list[tuple[Write, int]]:
 
 
 def instants(writes: list[tuple[Write, int]], rounds: int, rng: np.random.Generator) -> list[int]:
-    """When to cut: anywhere, and every other time just after cells were written that had been written before.
+    """When to cut: in turn anywhere, and at moments that a cut anywhere meets by luck only.
 
-    That is when the catalogue may still name what they had; a cut anywhere meets such a moment by luck only.
+    Just after cells were written that had been written before: the catalogue may still name what they had. Just after
+    a meta page, which makes the records before it count: what they name must be there.
     """
     first, last = writes[0][0].start, writes[-1][0].end
-    again, seen = [], set[int]()
+    again, named, seen = [], [], set[int]()
     for write, _ in writes:
         if write.file == "extents":
             blocks = set(range(write.offset // 4096, -(-(write.offset + len(write.data)) // 4096)))
             if blocks & seen:
                 again.append(write.end + 1)
             seen |= blocks
-    return [int(rng.choice(again)) if again and n % 2 else int(rng.integers(first, last + 2)) for n in range(rounds)]
+        elif write.file == "data.mdb" and write.through:
+            named.append(write.end + 1)
+    turns = [[], again, named]
+    return [
+        int(rng.choice(turns[n % 3])) if turns[n % 3] else int(rng.integers(first, last + 2)) for n in range(rounds)
+    ]
 
 
 def cut(base: Path, target: Path, writes: list[tuple[Write, int]], instant: int, rng: np.random.Generator) -> str:

@@ -84,7 +84,7 @@ async def test_what_the_daemon_called_durable_survives_power_cuts(tmp_path: Path
 @traced
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("step", ["payload sync", "free before reuse"])
+@pytest.mark.parametrize("step", ["payload sync", "catalogue sync", "catalogue after payload", "free before reuse"])
 async def test_without_any_one_step_the_daemon_loses_data(tmp_path: Path, step: str) -> None:
     """The test above can fail: a daemon that leaves out one sync, or reuses cells too early, is found out."""
     for seed in range(1, 6):

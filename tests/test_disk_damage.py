@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
+import sys
 
 import lmdb
 import msgspec
@@ -12,7 +14,8 @@ import pytest
 
 from kvtier.tiers.records import FORMAT, VERSION_KEY, Version, run_number, seal
 from kvtier.tiers.scan import scan
-from tests.diskkit import KIB, Owner
+from tests.diskkit import KIB, Owner, spec
+from tests.test_disk_crash import ROOT
 
 
 def make(folder, runs: int = 6) -> dict[int, int]:
@@ -113,15 +116,33 @@ def test_a_damaged_record_costs_its_run(tmp_path, db):
         assert owner.tier.stats["damaged_runs"] == 0
 
 
-def test_a_damaged_cache_record_costs_its_cache(tmp_path):
-    """Runs of a cache that is not known are gone, silently: a drop that a crash interrupted looks the same."""
+def test_a_damaged_cache_record_costs_its_cache_and_says_so(tmp_path, caplog):
+    """Its runs are gone, counted, and named once with their number; another cache's runs are served."""
     make(tmp_path / "d")
+    with Owner(tmp_path / "d") as owner:
+        kept = owner.write(owner.cache(spec(model="other")), 50, 4)
     edit(tmp_path / "d", b"caches", None, None)
     with Owner(tmp_path / "d") as owner:
-        assert owner.runs == []
-        assert owner.tier.caches() == {}
-        assert owner.tier.used_bytes == 0
+        assert [run.id for run, _, _ in owner.runs] == [kept]
+        assert [record.spec.model for record in owner.tier.caches().values()] == ["other"]
+        assert owner.tier.used_bytes == 4 * 16 * KIB
+        assert owner.tier.stats["damaged_runs"] == 6
+        assert caplog.text.count("has no sound record: its 6 runs are dropped") == 1
         still_works(owner)
+    with Owner(tmp_path / "d") as owner:
+        assert owner.tier.stats["damaged_runs"] == 0
+
+
+def test_what_is_left_of_a_dropped_cache_is_no_loss(tmp_path, caplog):
+    """Runs without a cache, as a crash amid a drop leaves them, are freed and neither counted nor complained of."""
+    make(tmp_path / "d")
+    with lmdb.open(str(tmp_path / "d" / "catalogue"), max_dbs=16) as env, env.begin(write=True) as txn:
+        handle = env.open_db(b"caches", txn=txn)
+        txn.delete(next(iter(txn.cursor(handle)))[0], db=handle)
+    with Owner(tmp_path / "d") as owner:
+        assert owner.runs == []
+        assert owner.tier.used_bytes == owner.tier.stats["damaged_runs"] == 0
+        assert not caplog.records
 
 
 def test_runs_that_share_cells_are_not_both_kept(tmp_path):
@@ -236,6 +257,79 @@ def test_a_damaged_version_or_epoch_sets_the_catalogue_aside(tmp_path, key):
     with Owner(tmp_path / "d") as owner:
         assert asides(tmp_path / "d") == ["catalogue.damaged-1"]
         still_works(owner)
+
+
+KINDS = ("file", "folder", "pipe", "link to a file", "link to a folder", "dangling link")
+WRONG = [
+    (name, kind)
+    for name in ("catalogue", "catalogue/data.mdb", "catalogue/lock.mdb", "extents", "lock")
+    for kind in KINDS
+    if kind != ("folder" if name == "catalogue" else "file")
+]
+
+
+def put_instead(path, kind: str, elsewhere) -> None:
+    """Put something else in the place of a file or folder of the tier; links point elsewhere."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if kind == "file":
+        path.write_bytes(b"theirs")
+    elif kind == "folder":
+        path.mkdir()
+        (path / "theirs").touch()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to a file":
+        elsewhere.write_bytes(b"theirs")
+        path.symlink_to(elsewhere)
+    elif kind == "link to a folder":
+        elsewhere.mkdir()
+        path.symlink_to(elsewhere)
+    else:
+        path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize(("name", "kind"), WRONG)
+def test_what_is_of_the_wrong_kind_is_set_aside(tmp_path, name, kind, caplog):
+    """Renamed as it is, counted and named; a link is not followed; what is sound beside it is used."""
+    runs = make(tmp_path / "d")
+    path, elsewhere = tmp_path / "d" / name, tmp_path / "elsewhere"
+    put_instead(path, kind, elsewhere)
+    with Owner(tmp_path / "d") as owner:
+        assert owner.tier.stats["set_aside"] == 1
+        assert f"set aside as {path.name}.foreign-1" in caplog.text
+        kept = {run.id for run, _, _ in owner.runs}
+        assert kept == (set() if name in {"catalogue", "catalogue/data.mdb"} else set(runs))
+        still_works(owner)
+    aside = path.with_name(f"{path.name}.foreign-1")
+    assert aside.is_symlink() == ("link" in kind)
+    assert elsewhere.exists() == kind.startswith("link")
+    if kind == "link to a file":
+        assert elsewhere.read_bytes() == b"theirs"
+    if kind == "link to a folder":
+        assert list(elsewhere.iterdir()) == []
+    with Owner(tmp_path / "d") as owner:
+        assert owner.tier.stats["set_aside"] == 0
+
+
+@pytest.mark.parametrize("where", ["/proc/kvtier", "taken"])
+def test_a_folder_that_cannot_be_written_is_refused_with_its_field(tmp_path, where):
+    """The daemon ends with 1 and says which setting is wrong, and how."""
+    (tmp_path / "taken").touch()
+    path = str(tmp_path / where)
+    words = ["--socket-path", str(tmp_path / "s"), "--host-bytes=16MiB", f"--disk-path={path}", "--disk-bytes=4MiB"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier.daemon", *words], env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
+        capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("kvtierd: ")
+    assert "disk.path" in last
+    assert "expected a folder that can be written to" in last
+    assert path in last
 
 
 def test_few_catalogues_set_aside_are_kept(tmp_path):

@@ -27,7 +27,7 @@ from kvtier.tiers.records import (
     seal,
     unseal,
 )
-from kvtier.types import Kind
+from kvtier.types import Kind, KvtierError
 from tests.diskkit import KIB, MIB, Owner, spec
 
 MADE = Path(__file__).parent / "catalogues"
@@ -109,7 +109,7 @@ def test_an_upgrade_that_fails_changes_nothing(tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(upgrade, "rename_run", fail)
-    with pytest.raises(lmdb.DiskError):
+    with pytest.raises(KvtierError, match=r"disk\.path.*injected"):
         Owner(tmp_path / "d", 4 * MIB)
     assert format_of(tmp_path / "d" / "catalogue") == 1
     monkeypatch.setattr(upgrade, "rename_run", real)

@@ -89,14 +89,17 @@ def test_usage_says_what_each_cache_holds(two):
     assert "mine" in text
 
 
-def test_purge_discards_the_bytes_of_a_tenant_and_of_nobody_else(two):
+@pytest.mark.parametrize("by", ["tenant", "cache"])
+def test_purge_discards_the_bytes_of_a_tenant_or_a_cache_and_of_nobody_else(two, by):
     """KV and token ids are in no file any more, at once and after a restart; the other cache is served as before."""
     daemon, mine, other = two
     secret, tokens = page_of(mine, 3).tobytes()[:4096], other.astype("<i4").tobytes()
     low = bytes(range(4, 32))  # token ids as the catalogue spells them: their low bytes
     assert on_disk(daemon, secret)
     assert on_disk(daemon, low)
-    data = said(ctl(daemon, "disk", "purge", "--tenant", "0102", "--json"))
+    with Client(daemon.socket, instance="asks") as client:
+        named = {"tenant": "0102", "cache": client.open(MINE).cache_id.hex()[:12]}[by]
+    data = said(ctl(daemon, "disk", "purge", f"--{by}", named, "--json"))
     assert data["pages"] == 8
     assert data["discarded_bytes"] >= 8 * PAGE
     assert not on_disk(daemon, secret)

@@ -14,6 +14,7 @@ from engines import FULL, STATE, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
 from kvtier.policy.quota import Rule
+from kvtier.store.persist import RESERVE_PARTS
 from kvtier.store.upkeep import flushed
 from kvtier.types import Code, Kind, KvtierError, Tier
 from storekit import MIB, Failing, drop_host, quiet, storing, until
@@ -347,7 +348,7 @@ async def test_runs_whose_pages_are_all_freed_leave_the_catalogue(tmp_path: Path
 
 
 async def test_a_full_disk_evicts_no_more_than_it_needs(tmp_path: Path) -> None:
-    """While freed cells wait for their sync, further writes do not push out further pages."""
+    """While freed cells wait for their sync, further writes push out further pages only as far as the reserve goes."""
     async with storing(tmp_path, host=16 * MIB, disk=4 * MIB) as store:
         engine = Engine(store)
         await engine.open(spec())
@@ -358,6 +359,29 @@ async def test_a_full_disk_evicts_no_more_than_it_needs(tmp_path: Path) -> None:
         kept = written - store.parts.counts["pages_evicted_disk"]
         assert written >= 1990
         assert kept >= capacity // 2
+        await until(lambda: not store.parts.disk.freeing_bytes)
+        assert store.parts.disk.free_bytes < 2 * 4 * MIB // RESERVE_PARTS
+
+
+async def test_a_write_to_a_full_disk_finds_cells_that_were_freed_before(tmp_path: Path) -> None:
+    """Room for the next run is made behind each, so that none waits for the commit that frees its cells."""
+    async with storing(tmp_path, host=16 * MIB, disk=4 * MIB) as store:
+        engine, disk = Engine(store), store.parts.disk
+        await engine.open(spec())
+        refusals, write = [], disk.write
+
+        def watched(*args: object) -> bool:
+            if taken := write(*args):
+                return taken
+            refusals.append(disk.refusal)
+            return False
+
+        disk.write = watched
+        for n in range(200):
+            assert await engine.put(tokens(*range(100 * n, 100 * n + 10))) == 10
+            await until(lambda: not store.parts.persist.pending and not disk.freeing_bytes)
+        assert store.parts.counts["pages_evicted_disk"] > 900
+        assert refusals == []
 
 
 async def test_a_write_waits_for_a_slab_that_is_being_emptied(tmp_path: Path) -> None:

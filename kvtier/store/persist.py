@@ -33,6 +33,9 @@ AGAIN_S = 60.0
 PUMP_S = 1e-3
 MOST_OWN = 4 << 20
 """Bytes that a cache over its quota gives up at once, before others have their turn."""
+RESERVE_PARTS = 64
+MOST_RESERVE = 128 << 20
+"""One part in so many of the disk, and at most so many bytes, is kept free: what is written while a commit runs."""
 MOST_RUN = 64 << 20
 """Bytes of a run, however large its pages are, and ..."""
 RUN_PARTS = 8
@@ -62,6 +65,8 @@ class Persist:
         self._syncing = False
         self._pumping = False
         """Whether pump is about to run."""
+        self._making_ahead = False
+        """Whether room is about to be made ahead."""
         self._stuck_until = self._full_until = self._given_up = 0.0
         self._failures = Failures()
         self._room_then: dict[int, int] = {}
@@ -206,6 +211,7 @@ class Persist:
         self.ways.quotas.writing[cache] += nbytes
         self._writing += 1
         entry.first = end
+        self._ahead_soon()
         return True
 
     def _items(self, entry: Entry, end: int) -> list[Item]:
@@ -332,6 +338,27 @@ class Persist:
             self._stuck_until = asyncio.get_running_loop().time() + FULL_S
             self.counts["refused_disk_no_space"] += entry.end - entry.first
             self.pump_soon()
+
+    def _ahead_soon(self) -> None:
+        """Make room when the loop has its next turn, where the reserve is drawn on.
+
+        Cells come free only with a commit: those of the reserve have, so that a write need not wait for one.
+        """
+        if not self._making_ahead and self._lacking() > 0:
+            self._making_ahead = True
+            asyncio.get_running_loop().call_soon(self._make_ahead)
+
+    def _make_ahead(self) -> None:
+        """Evict a slice of what the reserve lacks, and another until it is whole or nothing goes."""
+        self._making_ahead = False
+        lacking = self._lacking()
+        if lacking > 0 and self.evict(min(lacking, MOST_OWN)):
+            self._ahead_soon()
+
+    def _lacking(self) -> int:
+        """Bytes that the reserve is short of, where those are there that are being freed."""
+        assert self.disk is not None
+        return min(self.disk.capacity_bytes // RESERVE_PARTS, MOST_RESERVE) - self._room(ANY)
 
     def _synced(self, *_: object) -> None:
         """Freed cells can be used again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Final
 
 import lmdb
 
+from kvtier.tiers.aside import asides, clear_way, remove, set_aside
 from kvtier.tiers.records import (
     FORMAT,
     VERSION_KEY,
@@ -32,8 +34,6 @@ from kvtier.tiers.upgrade import OLDEST, ROOM, upgrade
 
 log = logging.getLogger("kvtier.disk")
 
-KEEP_ASIDE: Final = 3
-"""Catalogues set aside that are kept; older ones go."""
 MAP_BYTES: Final = 64 << 20
 NAMES: Final = (b"meta", b"caches", b"epochs", b"runs", b"live")
 
@@ -187,8 +187,8 @@ class Catalogue:
 
     def drop_aside(self) -> None:
         """Remove catalogues that were set aside: they have records of what is deleted here. Raises OSError."""
-        for old in self.path.parent.glob(f"{self.path.name}.*-*"):
-            shutil.rmtree(old)
+        for old in asides(self.path):
+            remove(old)
         sync_names(self.path.parent)
 
     def _name(self) -> None:
@@ -238,13 +238,16 @@ def sync_names(*folders: Path) -> None:
 
 def _set_aside_unless_sound(path: Path, clean: bool) -> bool:
     """Rename a catalogue that cannot be used; whether one was."""
+    moved = clear_way(path, stat.S_ISDIR)
+    for name in ("data.mdb", "lock.mdb"):
+        moved = clear_way(path / name, stat.S_ISREG) or moved
     if not (path / "data.mdb").exists():
-        return False
+        return moved
     verdict = scan(path, clean=clean)
     kind, reason = _judge(path) if verdict.ok else ("damaged", verdict.reason)
     if not kind:
-        return False
-    aside = _aside(path, kind)
+        return moved
+    aside = set_aside(path, kind)
     log.error(
         "the disk catalogue %s cannot be used (%s): set aside as %s, the tier starts empty", path, reason, aside.name
     )
@@ -268,17 +271,3 @@ def _judge(path: Path) -> tuple[str, str]:
             except Damaged:
                 return "damaged", "its version or an epoch is damaged"
     return "", ""
-
-
-def _aside(path: Path, kind: str) -> Path:
-    """Move the directory out of the way under a new name; only the last few are kept."""
-    old = sorted(path.parent.glob(f"{path.name}.*-*"), key=_number)
-    for gone in old[: 1 - KEEP_ASIDE] if len(old) >= KEEP_ASIDE else []:
-        shutil.rmtree(gone, ignore_errors=True)
-    target = path.with_name(f"{path.name}.{kind}-{_number(old[-1]) + 1 if old else 1}")
-    return path.rename(target)
-
-
-def _number(path: Path) -> int:
-    tail = path.name.rsplit("-", 1)[-1]
-    return int(tail) if tail.isdigit() else 0

@@ -85,14 +85,14 @@ class DiskTier(Gauges):
         calls: Calls | None = None,
     ) -> None:
         self.path = Path(path)
-        self._lock, self._catalogue, self._extents, self._cells = open_folder(
+        self._lock, self._catalogue, self._extents, self._cells, set_aside = open_folder(
             self.path, capacity_bytes, slab_bytes, direct=direct, sync=sync, calls=calls
         )
         self._post = post
         self._queue_bytes = queue_bytes
         self._compress = compress
         self._packing: set[Writing] = set()
-        self._remember()
+        self._remember(set_aside)
         self._lanes = Lanes(threads, "kvtier-disk")
         self._reads = Reads(self._ledger.find, self._extents, self._lanes, self._health.count)
         self._commits = Commits(
@@ -111,7 +111,7 @@ class DiskTier(Gauges):
             self._ledger, self._catalogue, self._extents, self._lanes, self._relocator, self._renew, post
         )
 
-    def _remember(self) -> None:
+    def _remember(self, set_aside: int) -> None:
         """The state in memory, as far as it is known before the runs are loaded."""
         caches, damaged = self._catalogue.caches()
         self._strays = [Change(b"caches", key, None) for key in damaged]
@@ -122,7 +122,7 @@ class DiskTier(Gauges):
         self._parked_at = 0.0
         self._early: set[int] = set()  # runs that were looked up before their turn in loading came
         self._completions = Completions(self._post, self._settled)
-        self._health = Health(set_aside=int(self._catalogue.set_aside))
+        self._health = Health(set_aside=set_aside)
         self.refusal = ""
         """Why the last `write` said no: loading, no_space, busy or closing."""
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
+import lmdb
+
+from kvtier.tiers.aside import clear_way
 from kvtier.tiers.catalogue import Catalogue, sync_names
 from kvtier.tiers.cells import BLOCK, CELLS_PER_SLAB_MIN, Cells
 from kvtier.tiers.extentfile import Calls, Extents
@@ -15,35 +19,46 @@ from kvtier.types import Code, KvtierError, bad
 
 
 class Folder(NamedTuple):
-    """An open directory: its lock, catalogue, extent file and the cells that the file has."""
+    """An open directory: its lock, catalogue, extent file, the cells that the file has, and how much was set aside."""
 
     lock: int
     catalogue: Catalogue
     extents: Extents
     cells: Cells
+    set_aside: int
 
 
 def open_folder(
     path: Path, capacity_bytes: int, slab_bytes: int, *, direct: bool, sync: bool, calls: Calls | None
 ) -> Folder:
-    """Open or make the directory; raises busy where another process has it, bad_request, OSError, lmdb.Error."""
+    """Open or make the directory; raises busy where another process has it, bad_request where it cannot be used."""
     if capacity_bytes < CELLS_PER_SLAB_MIN * BLOCK:
         raise bad("disk.capacity_bytes", f"at least {CELLS_PER_SLAB_MIN * BLOCK}", capacity_bytes)
     slab_bytes = min(slab_bytes, capacity_bytes // CELLS_PER_SLAB_MIN) // BLOCK * BLOCK
+    try:
+        return _open(path, capacity_bytes, slab_bytes, direct=direct, sync=sync, calls=calls)
+    except (OSError, lmdb.Error) as error:
+        raise bad("disk.path", f"a folder that can be written to: {error}", str(path)) from error
+
+
+def _open(path: Path, capacity_bytes: int, slab_bytes: int, *, direct: bool, sync: bool, calls: Calls | None) -> Folder:
+    """What is of the wrong kind is set aside. Raises KvtierError, OSError, lmdb.Error."""
     with contextlib.ExitStack() as undo:
+        moved = int(clear_way(path / "lock", stat.S_ISREG))
         lock, clean = claim(path)
         undo.callback(os.close, lock)
         limit_bytes = (1 << 30) + capacity_bytes // 4
         catalogue = Catalogue(path / "catalogue", slab_bytes, limit_bytes=limit_bytes, sync=sync, clean=clean)
         undo.callback(catalogue.close)
         cells = Cells(capacity_bytes, catalogue.version.slab_bytes)
+        moved += clear_way(path / "extents", stat.S_ISREG) + catalogue.set_aside
         extents = Extents(
             path / "extents", cells.total * BLOCK, catalogue.version.slab_bytes, direct=direct, calls=calls
         )
         undo.callback(extents.close)
         sync_names(path / "catalogue", path, path.parent)
         undo.pop_all()
-    return Folder(lock, catalogue, extents, cells)
+    return Folder(lock, catalogue, extents, cells, moved)
 
 
 def claim(path: Path) -> tuple[int, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -10,6 +11,7 @@ from kvtier.tiers.catalogue import Catalogue
 from kvtier.tiers.health import Health
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.records import Change, Damaged, Run, run_number
+from kvtier.tiers.runrecord import cache_of
 
 log = logging.getLogger("kvtier.disk")
 
@@ -20,13 +22,18 @@ CHUNK: Final = 128
 def load_runs(
     catalogue: Catalogue, ledger: Ledger, health: Health, strays: list[Change], early: set[int]
 ) -> Iterator[Run]:
-    """Every run but the `early` ones, parents first; `strays` gets deletions of records damaged or of no cache."""
+    """Every run but the `early` ones, parents first; `strays` gets deletions of records damaged or of no cache.
+
+    It comes with those of damaged caches. Where there is none, runs of no cache are what is left of one that was
+    dropped as the daemon ended, and no loss.
+    """
+    damaged, lost = len(strays), Counter[int]()
     after = b""
     while chunk := catalogue.runs(after, CHUNK):
         if chunk[0][0] <= after:
             health.count(damaged_runs=1)
             log.error("the disk catalogue does not find run %s again: what is behind it is not loaded", after.hex())
-            return
+            break
         after = chunk[-1][0]
         for key, value, mask in chunk:
             if early and run_number(key) in early:
@@ -34,6 +41,8 @@ def load_runs(
             run = None
             try:
                 run = ledger.restore(key, value, mask)
+                if run is None and damaged:
+                    lost[cache_of(key, value)] += 1
             except Damaged:
                 health.count(damaged_runs=1)
                 log.warning("run %s of the disk catalogue is damaged and dropped", key.hex())
@@ -42,3 +51,8 @@ def load_runs(
                 continue
             yield run
             run.keys = run.chains = b""
+    if damaged:
+        log.error("%d records of caches in the disk catalogue are damaged and dropped", damaged)
+    for number, runs in lost.items():
+        health.count(damaged_runs=runs)
+        log.error("cache %d of the disk catalogue has no sound record: its %d runs are dropped", number, runs)

@@ -68,6 +68,14 @@ def decode_run(
     return run, [span for group in groups for span in group.spans]
 
 
+def cache_of(key: bytes, value: bytes | memoryview) -> int:
+    """The number of the cache that a run is of, be it known or not. Raises Damaged."""
+    try:
+        return _decode_run(unseal(key, value)).cache
+    except msgspec.DecodeError as error:
+        raise Damaged from error
+
+
 def _plain(run: Run, groups: tuple[_Group, ...]) -> list[Span] | None:
     """Place a run as most are: every item in one cell, each group's in one span. None, and no change, for others."""
     if len(groups) != run.groups:
