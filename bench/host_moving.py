@@ -161,8 +161,10 @@ class Engine:
             with self.prompt.acquire() as lease:
                 done = 0
                 for rows in lease.views(0, 0, self.size.pages):
-                    np.copyto(self.target[done : done + len(rows)], rows)
-                    done += len(rows)
+                    for at in range(0, len(rows), self.step):  # a batch a call, as the limit does
+                        part = rows[at : at + self.step]
+                        np.copyto(self.target[done : done + len(part)], part)
+                        done += len(part)
 
         return self.speed(work)
 
