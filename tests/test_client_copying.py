@@ -103,19 +103,20 @@ def test_a_copy_interrupted_at_any_moment_is_over_when_the_interrupt_gets_out(mo
         assert len(shares) == done, number
 
 
+@pytest.mark.parametrize("error", [MemoryError, IndexError])
 @pytest.mark.parametrize("main", [True, False])
-def test_a_copy_that_fails_in_either_thread_fails(monkeypatch, main):
+def test_a_copy_that_fails_in_either_thread_fails(monkeypatch, main, error):
     """What was not copied is never taken for copied."""
     both = threading.Barrier(2)
 
     def failing(target: copying.Bytes, source: copying.Bytes) -> list[int]:
         both.wait(10)
         if (threading.current_thread() is threading.main_thread()) == main:
-            raise MemoryError
+            raise error
         return [0] * len(target)
 
     monkeypatch.setattr(copying, "_plain", failing)
-    with pytest.raises(MemoryError):
+    with pytest.raises(error):
         copy_rows(pairs_of([(2, WIDE_BYTES)]), summed=False)
 
 

@@ -67,24 +67,27 @@ class _Shares:
             raise self._failed[0]
         return [each for share in self._sums for each in share]
 
+    def _one(self) -> bool:
+        """Copy a share; False where there is none left."""
+        try:
+            at, pair = self._left.popleft()
+        except IndexError:
+            return False
+        self._sums[at] = self._work(*pair)
+        return True
+
     def _some(self) -> None:
         """Copy one share after another, until there are none."""
-        while self._left:
-            try:
-                at, pair = self._left.popleft()
-            except IndexError:  # the other thread took the last
-                return
-            self._sums[at] = self._work(*pair)
+        while self._one():
+            pass
 
     def _help(self) -> None:
         """The same in the other thread, however late it comes to it."""
         try:
-            while self._left:
+            more = True
+            while more:
                 with self._helping:
-                    at, pair = self._left.popleft()
-                    self._sums[at] = self._work(*pair)
-        except IndexError:
-            return
+                    more = self._one()
         except BaseException as exc:  # noqa: BLE001 - raised by who asked for the copy
             self._left.clear()
             self._failed.append(exc)
