@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import threading
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -774,6 +775,23 @@ async def test_eviction_goes_on_after_a_policy_raised(tmp_path: Path) -> None:
         assert store.parts.space.evict(pool, [pool.capacity(0)])
         assert pool.used(0) == 0
         assert store.parts.check() == []
+
+
+async def test_disk_gives_up_a_leaf_that_a_policy_raised_about_later(tmp_path: Path, monkeypatch) -> None:
+    """The leaf stays in line there, too."""
+    async with storing(tmp_path, host=4 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec((GroupSpec(Kind.FULL, 1, 1, 4096),)))
+        await engine.put(tokens(*range(32)))
+        await quiet(store)
+        persist, error = store.parts.persist, ZeroDivisionError()
+        with monkeypatch.context() as patch:
+            patch.setattr(persist.order.policy, "share", unittest.mock.Mock(side_effect=error))
+            with pytest.raises(ZeroDivisionError):
+                persist.evict(1)
+        assert store.parts.check() == []
+        assert persist.evict(1 << 40)
+        assert not any(cache.index.copies[Tier.DISK] for cache in store.parts.caches.values())
 
 
 async def test_a_host_smaller_than_what_is_used_goes_on(tmp_path: Path) -> None:

@@ -90,6 +90,22 @@ class Ranking(Protocol):
         """How many pages of the victim may go at this rank."""
 
 
+class Kept:
+    """See Order.kept: without an entry the leaf would stay for good."""
+
+    __slots__ = ("_index", "_node", "_tier")
+
+    def __init__(self, index: Index, node: Node, tier: int) -> None:
+        self._index, self._node, self._tier = index, node, tier
+
+    def __enter__(self) -> None:
+        """Nothing changes."""
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: object) -> None:
+        if kind is not None:
+            self._index.requeue(self._node, self._tier)
+
+
 class Order:
     """Leaves of one tier, what the policy would have go first, first.
 
@@ -182,6 +198,10 @@ class Order:
                 self.push(index, node)
                 continue
             return index, node
+
+    def kept(self, index: Index, node: Node) -> Kept:
+        """Around what is done with a leaf that was popped: where that raises, as a policy may, it is put back."""
+        return Kept(index, node, self.tier)
 
     def turn(self, now: float, share: int) -> tuple[bool, float]:
         """When a quota's leaf that goes first was used last. After all others: one to be kept, then none at all."""

@@ -375,23 +375,24 @@ class Persist:
             if taken is None:
                 break
             index, node = taken
-            cache = self.caches[index]
-            each = sum(cache.item_bytes[group] for group in index.anchors) or 1
-            most = max(1, self._most_run(cache) // each)
-            lo, hi = index.tail(node, Tier.DISK, min(most, self.order.policy.share(node)))
-            if lo == hi:
-                continue
-            self._given_up = max(self._given_up, node.time)
-            self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), self.ways.now())
-            gone = index.evict(node, lo, hi, Tier.DISK)
-            cache.release(gone, disk)
-            freed += sum(len(d.handles) * cache.item_bytes[d.group] for d in gone if d.tier == Tier.DISK)
-            self.counts["pages_evicted_disk"] += hi - lo
-            pages += hi - lo
-            index.settle(node)
-            index.requeue(node, Tier.DISK)
-            now = asyncio.get_running_loop().time()
-            self._full_until, node.squeezed = now + FULL_S, now + AGAIN_S
+            with self.order.kept(index, node):
+                cache = self.caches[index]
+                each = sum(cache.item_bytes[group] for group in index.anchors) or 1
+                most = max(1, self._most_run(cache) // each)
+                lo, hi = index.tail(node, Tier.DISK, min(most, self.order.policy.share(node)))
+                if lo == hi:
+                    continue
+                self._given_up = max(self._given_up, node.time)
+                self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), self.ways.now())
+                gone = index.evict(node, lo, hi, Tier.DISK)
+                cache.release(gone, disk)
+                freed += sum(len(d.handles) * cache.item_bytes[d.group] for d in gone if d.tier == Tier.DISK)
+                self.counts["pages_evicted_disk"] += hi - lo
+                pages += hi - lo
+                index.settle(node)
+                index.requeue(node, Tier.DISK)
+                now = asyncio.get_running_loop().time()
+                self._full_until, node.squeezed = now + FULL_S, now + AGAIN_S
         self._room_then[share] = self._room(share)
         self.evictions.batch(Tier.DISK, pages)
         return freed > 0

@@ -180,27 +180,24 @@ class Space:
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
         dropped = offered = 0
         unsaved: list[tuple[Index, Node]] = []
-        leaf: tuple[Index, Node] | None = None
         try:
             while offered < max(left):
                 taken = order.pop(self.ways.now(), share) if len(unsaved) < MAX_UNSAVED else None
                 if taken is None and not unsaved:
                     break
-                index, node = leaf = taken or unsaved.pop(0)
-                lo, hi = index.tail(node, self.tier, min(order.policy.share(node), max(left)))
-                if lo == hi:
-                    continue
-                if taken is not None and self.below.there and self.unsaved_from(index, node, lo, hi) < hi:
-                    pages = self._save(index, node)
-                    offered += pages
-                    if not pages:
-                        unsaved.append(taken)
-                    continue  # held until written; comes back to the order then
-                self._drop(index, node, lo, hi, left)
-                dropped += hi - lo
-        except BaseException:
-            unsaved += [leaf] if leaf else []  # a policy raised: without an entry the leaf would stay for good
-            raise
+                index, node = taken or unsaved.pop(0)
+                with order.kept(index, node):
+                    lo, hi = index.tail(node, self.tier, min(order.policy.share(node), max(left)))
+                    if lo == hi:
+                        continue
+                    if taken is not None and self.below.there and self.unsaved_from(index, node, lo, hi) < hi:
+                        pages = self._save(index, node)
+                        offered += pages
+                        if not pages:
+                            unsaved.append(taken)
+                        continue  # held until written; comes back to the order then
+                    self._drop(index, node, lo, hi, left)
+                    dropped += hi - lo
         finally:
             for index, node in unsaved:
                 index.requeue(node, self.tier)
