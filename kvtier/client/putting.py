@@ -34,7 +34,7 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
     asked = min(pages, max(2, FIRST_BYTES // width))
     given = yield from path._reserving(first, asked, (), wait_ms, device=False)  # noqa: SLF001 - one idea
     held = HeldReservation(cache, first, *given)
-    under_way = _UnderWay(given, [held], [])
+    under_way = _UnderWay(given, held)
     at = served = 0
     try:
         while True:
@@ -66,16 +66,11 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
 class _UnderWay:
     """What a put holds, and has asked for."""
 
-    def __init__(
-        self,
-        given: Given[wire.Reserved],
-        held: list[HeldReservation],
-        commits: list[tuple[int, HeldReservation, Ticket[wire.Committed]]],
-    ) -> None:
-        self.commits = commits
+    def __init__(self, given: Given[wire.Reserved], first: HeldReservation) -> None:
+        self.commits: list[tuple[int, HeldReservation, Ticket[wire.Committed]]] = []
         self.coming: Ticket[wire.Reserved] | None = None
         self._given = given
-        self._held = held
+        self._held = [first]
 
     def next_held(self, cache: OpenCache, start: int) -> Steps[HeldReservation]:
         """Wait for the room that was asked for."""

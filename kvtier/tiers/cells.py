@@ -231,7 +231,8 @@ class Cells:
     def park(self, slab: int) -> None:
         """The file system has no room behind this slab: take nothing more from it until `unpark`."""
         if slab in self._parked:
-            self._held.update({slab: True} if slab in self._held else {})
+            if slab in self._held:
+                self._held[slab] = True
             return
         self._parked.add(slab)
         if blocks := self._size[slab]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import threading
 from collections.abc import Callable, Sequence
@@ -108,8 +109,9 @@ class Writing:
             self._end(self.op)
 
 
+@functools.lru_cache(8)
 def _zeros(size: int) -> View:
-    """As many, at an aligned address."""
+    """As many, at an aligned address, which nobody writes: most items of a group lack as much."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 

@@ -142,8 +142,8 @@ class Upkeep:
         """Make every byte read as zeros that is free once what was asked before is durable, then renew the catalogue.
 
         The catalogue's free pages, in which old records linger, go with its file, and so do catalogues that were set
-        aside. `done` gets an error code or '', and
-        the bytes discarded. A slab that is emptied or discarded for somebody else meanwhile has its turn after that.
+        aside. `done` gets an error code or '', and the bytes discarded. A slab that is emptied or discarded for
+        somebody else meanwhile has its turn after that.
         """
         self._begin(list(range(self._ledger.cells.slabs)), 0, done)
 
