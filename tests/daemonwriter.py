@@ -22,6 +22,8 @@ from tests.diskwriter import say
 from tests.engines import content, spec, tokens
 
 CAPACITY = 8 << 20
+PER_RUN = 200
+"""Prompts of one run at most: they fit the disk, whatever earlier runs left there."""
 SPEC = spec()
 ITEM = SPEC.groups[0].item_bytes
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +46,7 @@ def start(folder: Path, home: Path, fault: list[str]) -> subprocess.Popen:
         f"--socket-path={home / 'd.sock'}",
         f"--disk-path={folder}",
         f"--disk-bytes={CAPACITY}",
-        "--host-bytes=16MiB",
+        "--policy=lru",  # a full disk gives up what earlier runs left: nothing that this one said is durable
     ]
     with (home / "log").open("wb") as log:
         words = [sys.executable, *module, *flags, "--http-port=0", "--host-bytes=16MiB", "--host-slab-bytes=1MiB"]
@@ -59,7 +61,7 @@ class Load:
         self.cache = client.open(SPEC)
         self.admin = Admin(home / "admin.sock", 30.0)
         self.rng = random.Random(seed)
-        self.next = seed * 10_000
+        self.next = seed * PER_RUN
         self.loose: list[int] = []
         self.durable: list[int] = []
 
@@ -108,13 +110,13 @@ def main() -> None:
                 load = Load(client, home, seed)
                 say("=", daemon.pid)
                 end = time.monotonic() + seconds
-                while time.monotonic() < end and load.next < seed * 10_000 + 200:
+                while time.monotonic() < end and load.next < (seed + 1) * PER_RUN:
                     for _ in range(load.rng.randint(1, 6)):
                         load.put()
                     load.flush()
                     if load.rng.random() < 0.7:
                         load.put(load.evict)  # what it writes may take the cells that are being freed
-                say("=", load.next - seed * 10_000, "prompts")
+                say("=", load.next - seed * PER_RUN, "prompts")
         finally:
             daemon.terminate()
             daemon.wait(60)
