@@ -1,6 +1,7 @@
 # Every target makes .venv and installs what it needs; nothing else has to be there but Python 3.11+ and make.
 #   PYTHON=python3.12    which interpreter .venv is made with
 #   ENGINES='vllm sglang' which engines `make engines` installs
+#   WORKERS=0            how many files of tests run at a time (0: one, in the process of pytest itself)
 #   BENCH_ARGS=--rivals  what `make bench` passes on: here, other projects too
 #   TORCH_INDEX=URL      where to take torch from (pick your vendor's CPU index to save the CUDA build's gigabytes)
 PYTHON ?= python3
@@ -10,6 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST_ARGS ?= -q
+WORKERS ?= 2
 BENCH_ARGS ?=
 # Hundreds of daemons start in the tests: with bytecode each takes half the time.
 export PYTHONDONTWRITEBYTECODE =
@@ -22,10 +24,10 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m kvtier.demo
 
 test: $(VENV)/.dev $(VENV)/.demo
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow and not gpu'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu'
 
 slow: $(VENV)/.dev $(VENV)/.demo
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'slow and not gpu'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -n $(WORKERS) --dist loadfile -m 'slow and not gpu'
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
