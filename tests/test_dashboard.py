@@ -12,17 +12,19 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from browser import Page, browsing, chromium
 from kvtier.client import Client, page_keys
 from kvtier.dashboard.history import KEPT, History
-from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY
+from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY, MAX_PROMPT
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
@@ -199,6 +201,43 @@ def test_a_pin_that_comes_in_pieces_is_read_whole(board: Board) -> None:
         said = json.loads(reply.read())["error"]
         connection.close()
         assert (reply.status, said["field"]) == (400, field), said
+
+
+def body_said(board: Board, head: str, body: bytes) -> tuple[int, dict[str, str]]:
+    """Status and error of a POST by hand: its head as given, a part of its body, and no more."""
+    with socket.create_connection(("127.0.0.1", board.port), timeout=20) as sock:
+        sock.sendall(f"POST {head}\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {board.token}\r\n\r\n".encode())
+        with contextlib.suppress(ConnectionError):  # it was refused before all of it was sent
+            sock.sendall(body)
+        reply = http.client.HTTPResponse(sock, method="POST")
+        reply.begin()
+        return reply.status, json.loads(reply.read())["error"]
+
+
+def chunked(size: int) -> bytes:
+    """A body of so many blanks in chunks of 1 MiB, and no end."""
+    return b"".join(b"100000\r\n" + b" " * (1 << 20) + b"\r\n" for _ in range(size >> 20))
+
+
+def test_a_body_that_is_too_long_is_refused_by_name_and_not_kept(board: Board) -> None:
+    """Of a pin or a route, said to be long, sent without a length, or packed: an error that names it; memory stays."""
+    http_process = next(each for each in psutil.Process(board.daemon.pid).children() if "kvtier.http" in each.cmdline())
+    held = http_process.memory_info().rss
+    packed = zlib.compress(bytes(256 << 20))
+    for path, most in (("/v1/pins", MAX_BODY), ("/v1/route", MAX_PROMPT)):
+        for head, body in (
+            (f"Content-Length: {most + 1}", b"{"),
+            (f"Content-Length: {1 << 60}", b"{"),
+            ("Transfer-Encoding: chunked", chunked(most + (2 << 20))),
+            (f"Content-Encoding: deflate\r\nContent-Length: {len(packed)}", packed),
+        ):
+            status, error = body_said(board, f"{path} HTTP/1.1\r\n{head}", body)
+            assert (status, error["code"], error["field"]) == (400, "bad_request", "body"), (path, head, error)
+            assert f"at most {most} bytes" in error["message"], (path, head)
+    for path in ("/v1/overview", "/v1/tree", "/metrics", "/healthz", "/"):
+        assert board.ask(path, body=b" " * (2 << 20))[0] == 200, "nobody reads what a GET brings along"
+    assert http_process.memory_info().rss - held < 96 << 20
+    assert board.trusted("/v1/route", "POST", b'{"tokens": [1]}' + b" " * (MAX_PROMPT - 15))[0] == 200
 
 
 SMUGGLED = b"GET /v1/pins HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
