@@ -298,27 +298,30 @@ def cgroup(size: int) -> Iterator[Group]:
 
 FAULTY = """
 import errno, os, pathlib, sys
+from kvtier.device.host import HostDevice
 from kvtier.tiers.extentfile import Calls
 file = pathlib.Path(os.environ.pop("FAULT_FILE"))
-def wrap(name):
-    real = getattr(Calls, name)
-    def call(*args):
-        if file.exists() and name in file.read_text():
+def wrap(owner, name, kind):
+    real = getattr(owner, name)
+    def call(*args, **more):
+        if file.exists() and name in file.read_text().split():
             raise OSError(errno.EIO, "injected")
-        return real(*args)
-    setattr(Calls, name, staticmethod(call))
+        return real(*args, **more)
+    setattr(owner, name, kind(call))
 for name in ("pwritev", "preadv", "fdatasync"):
-    wrap(name)
+    wrap(Calls, name, staticmethod)
+wrap(HostDevice, "copies", lambda call: call)
 from kvtier.daemon import main
 main()
 """
-"""kvtierd whose calls on the extents fail with EIO while a file has their names."""
+"""kvtierd whose calls on the extents, or copies on the device, fail with EIO while a file has their names."""
 
 
-def faulty(home: Path) -> tuple[Daemon, Path]:
+def faulty(home: Path, *flags: str) -> tuple[Daemon, Path]:
     """Such a daemon, not started yet, and the file."""
     file, command = home / "fault", (sys.executable, "-c", FAULTY)
-    return Daemon(home, host="24MiB", disk="512MiB", env={"FAULT_FILE": str(file)}, command=command), file
+    env = {"FAULT_FILE": str(file)}
+    return Daemon(home, host="24MiB", disk="512MiB", env=env, command=command, flags=flags), file
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import faultkit
 from engineproc import SPEC, path_keys
 from faultkit import PAGES, Bystander, Trouble, eventually, resting
-from fleetkit import Fleet, until
+from fleetkit import Fleet, free_ports, until
 from kvtier import wire
 from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
@@ -131,6 +132,46 @@ def test_a_file_system_that_turns_read_only(tmp_path: Path, calm: Daemon) -> Non
                 cache = client.open(SPEC)
                 eventually(lambda: cache.match(path_keys(PAGES)).pages == len(PAGES))
             assert disk(daemon)["damaged_runs"] == disk(daemon)["set_aside"] == 0
+
+
+def test_a_device_that_fails(tmp_path: Path, calm: Daemon) -> None:
+    """EIO of a copy: named, taken out for good, host serves who had mapped it, no wrong byte; a restart has it back."""
+    (port,) = free_ports(1)
+    flags = ["--device-which=cpu", "--device-bytes=16MiB", f"--http-port={port}"]
+    daemon, fault = faultkit.faulty(tmp_path, *flags)
+
+    def device(what: str) -> Any:
+        return ctl(daemon, "status")["tiers"]["device"][what]
+
+    def alarm() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as reply:
+            return b"\nkvtier_device_sick 1.0\n" in reply.read()
+
+    with daemon, Bystander(daemon, calm) as beside:
+        engine = Engine(daemon, "busy")
+        try:
+            os.setpriority(os.PRIO_PROCESS, engine.process.pid, 10)
+            assert engine("map") == {"mapped": True}
+            engine("churn", [9])
+            eventually(lambda: device("used_bytes") > 1 << 20)
+            fault.write_text("copies")
+            eventually(lambda: device("state") == "sick")
+            fault.unlink()
+            assert "injected" in device("sick")
+            eventually(alarm)
+            stored = disk(daemon)["runs_written"]
+            beside.notices_nothing(resting(engine.process.send_signal))
+            assert beside.put([1, 2, 3]) == 3
+            eventually(lambda: disk(daemon)["runs_written"] > stored)
+            done = engine("rest")
+        finally:
+            engine.close()
+        assert done["served"] > 0
+        assert done["wrong"] == 0
+        assert daemon.broken_invariants() == []
+        assert daemon.stop() == 0
+        daemon.start()
+        assert device("state") == "ready"
 
 
 def test_no_descriptor_is_left(daemon: Daemon, calm: Daemon) -> None:
