@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -21,7 +20,6 @@ import numpy as np
 import psutil
 import pytest
 
-from browser import Page, browsing, chromium
 from kvtier.client import Client, page_keys
 from kvtier.dashboard.history import KEPT, History
 from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY, MAX_PROMPT
@@ -292,72 +290,3 @@ def test_the_history_holds_an_hour_and_begins_anew_with_the_daemon() -> None:
     assert {(step["asked_s"], step["hit_s"]["host"], step["hit_s"]["disk"]) for step in steps} == {(200.0, 50.0, 0.0)}
     history.add(1e6, {"tokens_asked": 10})
     assert history.steps() == []
-
-
-# -- in a browser --------------------------------------------------------------------------------------------------
-
-browser = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
-FOCUSED = "document.activeElement.getAttribute('aria-label')"
-BOXES = "document.querySelectorAll('#icicle .box').length"
-
-
-async def keyboard(page: Page, board: Board) -> None:
-    """Walk the tree, zoom in and out, and pin, by keys alone."""
-    await page.until(f"{BOXES} == {BRANCHES + 1}")
-    await page.run("document.querySelector('#icicle .box[tabindex=\"0\"]').focus()")
-    stem = await page.run(FOCUSED)
-    assert stem.startswith(f"Tokens 0 to {4 * STEM}:"), stem
-    await page.press("ArrowDown")
-    first = await page.run(FOCUSED)
-    await page.press("ArrowRight")
-    second = await page.run(FOCUSED)
-    assert first.startswith(f"Tokens {4 * STEM} to {4 * (STEM + BRANCH)}:"), first
-    assert second.startswith(f"Tokens {4 * STEM} to {4 * (STEM + BRANCH)}:")
-    await page.press("Enter")
-    assert await page.run(BOXES) == 1
-    await page.press("Escape")
-    await page.press("Escape")
-    assert await page.run(BOXES) == BRANCHES + 1
-    assert await page.run("document.querySelectorAll('#node button').length") == 0
-    await page.run(
-        f"document.getElementById('token').focus(), document.getElementById('token').value = '{board.token}'"
-    )
-    await page.press("Enter")
-    await page.until("document.getElementById('login').hidden")
-    await page.run("document.querySelector('#icicle .box[tabindex=\"0\"]').focus()")
-    await page.until("document.querySelector('#node button') !== null")
-    await page.run("document.querySelector('#node button').focus()")
-    await page.press("Enter")
-    await page.until("document.querySelectorAll('#pins button').length == 1")
-    await page.run("document.querySelector('#pins button').focus()")
-    await page.press("Enter")
-    await page.until("document.querySelectorAll('#pins button').length == 0")
-
-
-@browser
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_the_page_works_in_a_browser_by_keyboard_and_at_phone_width(board: Board, tmp_path: Path) -> None:
-    """Numbers, chart and tree appear; keys walk, zoom and pin; 390 pixels hold it; no script complains."""
-
-    async def visit() -> None:
-        async with browsing(tmp_path) as page:
-            await page.open(f"http://127.0.0.1:{board.port}/")
-            await keyboard(page, board)
-            assert await page.run("document.querySelectorAll('#tiers [role=meter]').length") == 2
-            assert await page.run("document.querySelectorAll('#top tbody tr').length") == BRANCHES + 1
-            await page.until("document.querySelectorAll('#curve polyline').length == 1")
-            assert "host as it is" in await page.run("document.getElementById('curve-text').textContent")
-            assert "none configured" in await page.run("document.getElementById('peers').textContent")
-            await page.resize(390, 844)
-            await page.until("document.documentElement.scrollWidth <= 390")
-            await page.picture(tmp_path / "narrow.png")
-            assert page.faults == []
-            os.kill(board.daemon.pid, signal.SIGSTOP)
-            try:
-                await page.until("document.getElementById('state').className == 'bad'")
-            finally:
-                os.kill(board.daemon.pid, signal.SIGCONT)
-            await page.until("document.getElementById('state').className == ''")
-
-    asyncio.run(visit())

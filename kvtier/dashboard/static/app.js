@@ -52,9 +52,15 @@ function span(seconds) {
 }
 
 function table(id, heads, rows, empty) {
+  const place = at(id);
   const head = make("tr", {}, ...heads.map(([name, kind]) => make("th", { scope: "col", class: kind || "" }, name)));
   const body = rows.map((row) => make("tr", {}, ...row.map((cell, n) => make("td", { class: heads[n][1] || "" }, cell))));
-  at(id).replaceChildren(make("thead", {}, head), make("tbody", {}, ...(rows.length ? body : [make("tr", {}, make("td", { colspan: heads.length }, empty))])));
+  const fresh = [make("thead", {}, head), make("tbody", {}, ...(rows.length ? body : [make("tr", {}, make("td", { colspan: heads.length }, empty))]))];
+  if (fresh.map((each) => each.outerHTML).join("") === place.innerHTML) return;
+  const held = [...place.querySelectorAll("button")].indexOf(document.activeElement);
+  place.replaceChildren(...fresh);
+  const buttons = [...place.querySelectorAll("button:not(:disabled)")];
+  if (held >= 0) (buttons[Math.min(held, buttons.length - 1)] || place.parentElement).focus(); // whose button went goes on at the next
 }
 
 // -- overview -------------------------------------------------------------------------------------------------------
@@ -130,7 +136,7 @@ async function overview() {
 async function pins() {
   const { pins: held } = await ask("/v1/pins");
   table("pins", [["pin"], ["pages", "n"], ["bytes", "n"], ["priority", "n"], ["left", "n"], [""]], held.map((p) => {
-    const end = make("button", { type: "button", onclick: () => change(`/v1/pins/${p.pin}`, { method: "DELETE" }) }, "Unpin");
+    const end = make("button", { type: "button", "aria-label": `Unpin ${p.pin}`, onclick: () => change(`/v1/pins/${p.pin}`, { method: "DELETE" }) }, "Unpin");
     end.disabled = !trusted;
     return [p.pin, count(p.pages), bytes(p.held_bytes), String(p.priority), span(p.left_s), end];
   }), "none");
@@ -299,8 +305,12 @@ at("login").addEventListener("submit", (event) => {
   token = at("token").value.trim().replace(/^.*#token=/, "");
   sessionStorage.setItem("kvtier-token", token);
   at("token").value = "";
-  overview();
+  overview().then(() => { if (trusted) at("pins").parentElement.focus(); }); // the form went, and the focus with it
 });
-addEventListener("resize", () => { if (tree) draw(); });
+addEventListener("resize", () => {
+  const held = document.activeElement.node;
+  if (tree) draw();
+  if (held) focus(held.box ? held : zoom.children[0]);
+});
 overview();
 setInterval(overview, 5000);
