@@ -18,7 +18,7 @@ import pytest
 
 import faultkit
 from engineproc import SPEC, path_keys
-from faultkit import PAGES, Bystander, Trouble, eventually, resting
+from faultkit import PAGES, Bystander, Trouble, eventually, humble, resting
 from fleetkit import Fleet, free_ports, until
 from kvtier import wire
 from kvtier.client import Client
@@ -49,9 +49,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 def busy(daemon: Daemon, name: str = "busy") -> Engine:
-    """An engine that stores and reads without an end. The cores are not what it is about: it has a low priority."""
+    """An engine that stores and reads without an end."""
     engine = Engine(daemon, name)
-    os.setpriority(os.PRIO_PROCESS, engine.process.pid, 10)
+    humble(engine.process.pid)
     engine("churn", [9])
     return engine
 
@@ -150,7 +150,7 @@ def test_a_device_that_fails(tmp_path: Path, calm: Daemon) -> None:
     with daemon, Bystander(daemon, calm) as beside:
         engine = Engine(daemon, "busy")
         try:
-            os.setpriority(os.PRIO_PROCESS, engine.process.pid, 10)
+            humble(engine.process.pid)
             assert engine("map") == {"mapped": True}
             engine("churn", [9])
             eventually(lambda: device("used_bytes") > 1 << 20)
