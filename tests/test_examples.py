@@ -148,30 +148,36 @@ def test_engines_are_told_classes_that_there_are(tmp_path: Path) -> None:
 
 
 PARSED = """
-import sys
+import json, sys
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-given = make_arg_parser(FlexibleArgumentParser()).parse_args(sys.argv[2:])
-made = EngineArgs.from_cli_args(given).kv_transfer_config
-assert given.model_tag == "MODEL" and isinstance(made, KVTransferConfig)
-print(KVConnectorFactory.get_connector_class(made).__name__)
+parser = FlexibleArgumentParser()
+ServeSubcommand().subparser_init(parser.add_subparsers())
+found = []
+for words in json.loads(sys.argv[1]):
+    given = parser.parse_args(words)
+    made = EngineArgs.from_cli_args(given).kv_transfer_config
+    assert given.model_tag == "MODEL" and isinstance(made, KVTransferConfig)
+    found.append(KVConnectorFactory.get_connector_class(made).__name__)
+print(json.dumps(found))
 """
-"""vLLM's own reading of a command line, and the class that it would make."""
+"""vLLM's own reading of command lines, and the classes that it would make."""
 
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("line", sorted({*starting("vllm serve")}), ids=["connector", "tier"])
-def test_vllm_itself_takes_the_words(tmp_path: Path, line: str) -> None:
-    """The real parser of `vllm serve`, where vLLM is installed: a connector that it finds."""
-    done = subprocess.run(
-        [VLLM, "-c", PARSED, *told(line, tmp_path)], env=environment(), capture_output=True, text=True, timeout=100
-    )
+@pytest.mark.timeout(240)
+def test_vllm_itself_takes_the_words(tmp_path: Path) -> None:
+    """The real parser of `vllm serve`, where vLLM is installed: connectors that it finds."""
+    every = sorted({*starting("vllm serve")})
+    words = json.dumps([told(line, tmp_path) for line in every])
+    done = subprocess.run([VLLM, "-c", PARSED, words], env=environment(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split()[-1] == json.loads(shlex.split(line)[-1])["kv_connector"]
+    named = [json.loads(shlex.split(line)[-1])["kv_connector"] for line in every]
+    assert json.loads(done.stdout.splitlines()[-1]) == named
 
 
 @pytest.mark.parametrize("page", ["fleet.md", "sizing.md"])
@@ -217,6 +223,7 @@ def chatting() -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_transformers_as_the_readme_and_its_page_have_it(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
