@@ -18,7 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-    "--remote-debugging-port=0",
+    "--remote-debugging-port=0", "--hide-scrollbars",
 )  # fmt: skip
 PATIENCE_S = 60.0
 

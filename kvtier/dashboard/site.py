@@ -102,7 +102,7 @@ async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = {Code.UNKNOWN: 404, Code.FORBIDDEN: 403}.get(exc.code, 400)
         return _refused(status, exc.code, exc.message, exc.field)
     except (TimeoutError, OSError, EOFError) as exc:
-        return _refused(503, Code.IO, f"the daemon does not answer: {exc or 'in time'}", "")
+        return _refused(503, Code.IO, f"the daemon does not answer: {str(exc) or 'not in time'}", "")
     response.headers.update(HEADERS)
     return response
 
