@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from aiohttp import web
 
 from kvtier import wire
-from kvtier.dashboard.site import MAX_PROMPT, Dashboard, guarded, new_token
+from kvtier.dashboard.site import Dashboard, guarded, new_token
 from kvtier.frames import Frame, Frames
 from kvtier.metrics import render
 from kvtier.otlp import export
@@ -117,7 +117,7 @@ class Site:
 
     def app(self) -> web.Application:
         """The routes."""
-        app = web.Application(middlewares=[guarded], client_max_size=MAX_PROMPT)
+        app = web.Application(middlewares=[guarded])
         app.router.add_get("/healthz", self.healthz)
         app.router.add_get("/metrics", self.metrics)
         self.dashboard.add_to(app)

@@ -18,7 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-    "--remote-debugging-port=0",
+    "--remote-debugging-port=0", "--hide-scrollbars",
 )  # fmt: skip
 PATIENCE_S = 60.0
 
@@ -77,12 +77,17 @@ class Page:
             await asyncio.sleep(0.1)
         return value
 
-    async def press(self, key: str) -> None:
+    async def press(self, key: str, *, shift: bool = False) -> None:
         """Press and release a key."""
         code = {"Enter": 13, "Escape": 27, "Tab": 9}.get(key, 0)
         text = {"text": "\r"} if key == "Enter" else {}
+        common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
         for kind in ("keyDown", "keyUp"):
-            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+            await self.call("Input.dispatchKeyEvent", type=kind, **common, **text)
+
+    async def type(self, text: str) -> None:
+        """Type a text where the focus is."""
+        await self.call("Input.insertText", text=text)
 
     async def picture(self, path: Path) -> None:
         """Write what the page looks like, all of it."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -19,15 +21,17 @@ import pytest
 
 import engineproc
 from kvtier import wire
-from kvtier.client import Client
+from kvtier.client import Cache, Client
 from kvtier.demo.daemon import COMMAND, Daemon
 
 AT_MOST = 5.0
 """How many times its unloaded value the p99 of a match may be for those whom a fault is none of."""
 ENGINES = 200
-"""Of one storm."""
+"""Of one storm, at least."""
 ROUND = 300
-"""Matches of which a p99 is taken; a round takes half a second."""
+"""Matches of which a p99 is taken; a round takes a fifth of a second."""
+ROUNDS, MORE = 5, 25
+"""With the fault, and as many without; and at most, where the machine does so much else that five say too little."""
 PAGES = [7, *range(200, 263)]
 """What the bystander matches."""
 
@@ -41,38 +45,48 @@ def eventually(holds: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     return said
 
 
-class Bystander:
-    """An engine beside the trouble, in this process; a context manager. Its matches are timed."""
+Load = Callable[[bool], object]
+"""Has what loads the daemon go on (True) or rest."""
 
-    def __init__(self, daemon: Daemon) -> None:
+
+def humble(pid: int) -> None:
+    """Give a process a lower priority than the daemon's: the cores are not what the tests are about."""
+    os.setpriority(os.PRIO_PROCESS, pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))
+
+
+def resting(send: Callable[[int], object]) -> Load:
+    """A load that signals have rest and go on."""
+    return lambda on: send(signal.SIGCONT if on else signal.SIGSTOP)
+
+
+class Bystander:
+    """An engine beside the trouble, in this process; a context manager. Its matches are timed.
+
+    The same engine is attached to a `calm` daemon, which has neither load nor fault: what a match takes there.
+    """
+
+    def __init__(self, daemon: Daemon, calm: Daemon) -> None:
         self.client = Client(daemon.socket, instance="bystander", timeout_s=10.0, verify="always")
         self.cache = self.client.open(engineproc.SPEC)
-        self.unloaded = 0.0
-        """Seconds."""
+        self.aside = Client(calm.socket, instance="bystander", timeout_s=10.0, verify="always")
+        self.calm = self.aside.open(engineproc.SPEC)
 
     def __enter__(self) -> Self:
-        assert self.put(PAGES) == len(PAGES)
+        assert store(self.calm, PAGES) == self.put(PAGES) == len(PAGES)
         assert self.cache.flush(20.0)
         self.lease = self.cache.match(engineproc.path_keys(PAGES)).acquire(wait_ms=5000)
-        self.p99()  # whatever is done once is done
-        self.measure()
+        for cache in (self.calm, self.cache):
+            self.p99(cache)  # whatever is done once is done
         return self
-
-    def measure(self) -> None:
-        """Take the p99 of now for the unloaded one: the worst of some rounds, as the machine does other work too."""
-        self.unloaded = max(self.p99() for _ in range(5))
 
     def __exit__(self, *_: object) -> None:
         self.lease.release()
         self.client.close()
+        self.aside.close()
 
     def put(self, pages: list[int]) -> int:
         """Compute and store a path; pages that are served."""
-        keys, stride = engineproc.path_keys(pages), self.cache.spec.stride
-        with self.cache.match(keys).reserve(0, len(pages), wait_ms=5000) as held:
-            for page in range(held.pages):
-                held.write(0, page, engineproc.content(keys[: (page + 1) * stride]).reshape(-1))
-            return held.commit()
+        return store(self.cache, pages)
 
     def get(self, pages: list[int]) -> int:
         """Lease a path and compare every byte; pages that are served."""
@@ -84,51 +98,71 @@ class Bystander:
                 assert np.array_equal(out, engineproc.content(keys[: (page + 1) * stride]).reshape(-1)), "wrong KV"
             return lease.pages
 
-    def p99(self) -> float:
+    def p99(self, cache: Cache) -> float:
         """Seconds that 99 of 100 matches take at most; they are spread over a while, as an engine's are."""
         keys, took = engineproc.path_keys(PAGES), []
         for _ in range(ROUND):
             begin = time.perf_counter()
-            found = self.cache.match(keys).pages
+            found = cache.match(keys).pages
             took.append(time.perf_counter() - begin)
-            assert found == len(PAGES), self.client.last_error
-            time.sleep(0.001)
+            assert found == len(PAGES), (self.client.last_error, self.aside.last_error)
+            time.sleep(0.0005)
         return sorted(took)[ROUND * 99 // 100]
 
-    def notices_nothing(self, rounds: int = 40) -> None:
-        """While the fault lasts: matches are as fast as they may be, in the best of some rounds, and reads are right.
+    def notices_nothing(self, load: Load = lambda on: None) -> None:
+        """While the fault lasts: matches are as fast as they may be, and reads are right.
 
-        The best, because the machine that runs this has other work, which is no fault of the daemon's.
+        Rounds on the calm daemon, while the load rests, take turns with rounds on this one, while it works: the machine
+        does other work too, which slows both. Every round counts: of each kind it is the median of their p99s. (One p99
+        of all matches would be that of the hundredth part of the time in which the machine did most of its other work.)
+        Five too slow ones are followed by more; what they said is not forgotten.
         """
-        slower = float("inf")
-        for _ in range(rounds):
-            slower = min(slower, self.p99() / self.unloaded)
-            if slower <= AT_MOST:
+        without, with_fault = [], []
+        for number in range(1, MORE + 1):
+            load(False)
+            without.append(self.p99(self.calm))
+            load(True)
+            with_fault.append(self.p99(self.cache))
+            slower = statistics.median(with_fault) / statistics.median(without)
+            if number >= ROUNDS and slower <= AT_MOST:
                 break
-        assert slower <= AT_MOST, f"p99 of a match is {slower:.1f} times its unloaded {self.unloaded * 1e6:.0f} us"
+        unloaded = statistics.median(without) * 1e6
+        print(f"p99 of a match: {slower:.2f} times the unloaded {unloaded:.0f} us, {number} rounds")
+        assert slower <= AT_MOST, (without, with_fault)
         assert self.get(PAGES) == len(PAGES)
 
 
-@contextlib.contextmanager
-def trouble(daemon: Daemon, what: str, *words: object) -> Iterator[subprocess.Popen]:
-    """A process that runs `spin`, `flood` or `storm`, below, and has begun. Its priority is low: cores are no point."""
-    command = [sys.executable, __file__, what, str(daemon.socket), *map(str, words)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            os.setpriority(os.PRIO_PROCESS, process.pid, 10)
-            assert process.stdout.readline() == b"begun\n"
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+def store(cache: Cache, pages: list[int]) -> int:
+    """Compute and store a path; pages that are served."""
+    keys, stride = engineproc.path_keys(pages), cache.spec.stride
+    with cache.match(keys).reserve(0, len(pages), wait_ms=5000) as held:
+        for page in range(held.pages):
+            held.write(0, page, engineproc.content(keys[: (page + 1) * stride]).reshape(-1))
+        return held.commit()
 
 
-def spin(path: str) -> None:
-    """Take a core as `flood` does, and ask the daemon for nothing."""
-    del path
-    print("begun", flush=True)
-    while True:
-        pass
+class Trouble(subprocess.Popen):
+    """A process that runs `flood` or `storm`, below, and its children."""
+
+    def __init__(self, daemon: Daemon, what: str, *words: object) -> None:
+        command = [sys.executable, __file__, what, str(daemon.socket), *map(str, words)]
+        super().__init__(command, stdout=subprocess.PIPE, start_new_session=True)
+        humble(self.pid)
+        assert self.stdout.readline() == b"begun\n"
+
+    def all(self, number: int) -> None:
+        """Signal it and its children."""
+        os.killpg(self.pid, number)
+
+    def end(self) -> int:
+        """Have it end when it has done what it is to do; its exit code."""
+        self.terminate()
+        return self.wait()
+
+    def __exit__(self, *_: object) -> None:
+        if self.poll() is None:
+            self.all(signal.SIGKILL)
+        super().__exit__(None, None, None)
 
 
 def flood(path: str) -> None:
@@ -173,9 +207,14 @@ def short_life(path: str, number: int) -> None:
 
 
 def storm(path: str, first: int) -> None:
-    """Two hundred engines, eight at a time."""
+    """Two hundred engines, eight at a time, and more until this is told to end."""
     children: list[int] = []
-    for number in range(first, first + ENGINES):
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    print("begun", flush=True)
+    for number in itertools.count(first):
+        if told and number >= first + ENGINES:
+            break
         while len(children) >= 8:
             os.waitpid(children.pop(0), 0)
         child = os.fork()
@@ -268,32 +307,34 @@ def cgroup(size: int) -> Iterator[Group]:
 
 FAULTY = """
 import errno, os, pathlib, sys
+from kvtier.device.host import HostDevice
 from kvtier.tiers.extentfile import Calls
 file = pathlib.Path(os.environ.pop("FAULT_FILE"))
-def wrap(name):
-    real = getattr(Calls, name)
-    def call(*args):
-        if file.exists() and name in file.read_text():
+def wrap(owner, name, kind):
+    real = getattr(owner, name)
+    def call(*args, **more):
+        if file.exists() and name in file.read_text().split():
             raise OSError(errno.EIO, "injected")
-        return real(*args)
-    setattr(Calls, name, staticmethod(call))
+        return real(*args, **more)
+    setattr(owner, name, kind(call))
 for name in ("pwritev", "preadv", "fdatasync"):
-    wrap(name)
+    wrap(Calls, name, staticmethod)
+wrap(HostDevice, "copies", lambda call: call)
 from kvtier.daemon import main
 main()
 """
-"""kvtierd whose calls on the extents fail with EIO while a file has their names."""
+"""kvtierd whose calls on the extents, or copies on the device, fail with EIO while a file has their names."""
 
 
-def faulty(home: Path) -> tuple[Daemon, Path]:
+def faulty(home: Path, *flags: str) -> tuple[Daemon, Path]:
     """Such a daemon, not started yet, and the file."""
     file, command = home / "fault", (sys.executable, "-c", FAULTY)
-    return Daemon(home, host="24MiB", disk="512MiB", env={"FAULT_FILE": str(file)}, command=command), file
+    env = {"FAULT_FILE": str(file)}
+    return Daemon(home, host="24MiB", disk="512MiB", env=env, command=command, flags=flags), file
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in {"flood", "spin"}:
-        {"flood": flood, "spin": spin}[sys.argv[1]](sys.argv[2])
+    if sys.argv[1] == "flood":
+        flood(sys.argv[2])
     else:
-        print("begun", flush=True)
         storm(sys.argv[2], int(sys.argv[3]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -12,17 +11,18 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
-from browser import Page, browsing, chromium
 from kvtier.client import Client, page_keys
 from kvtier.dashboard.history import KEPT, History
-from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY
+from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY, MAX_PROMPT
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
@@ -201,6 +201,44 @@ def test_a_pin_that_comes_in_pieces_is_read_whole(board: Board) -> None:
         assert (reply.status, said["field"]) == (400, field), said
 
 
+def body_said(board: Board, head: str, body: bytes) -> tuple[int, dict[str, str]]:
+    """Status and error of a POST by hand: its head as given, a part of its body, and no more."""
+    with socket.create_connection(("127.0.0.1", board.port), timeout=20) as sock:
+        sock.sendall(f"POST {head}\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {board.token}\r\n\r\n".encode())
+        with contextlib.suppress(ConnectionError):  # it was refused before all of it was sent
+            sock.sendall(body)
+        reply = http.client.HTTPResponse(sock, method="POST")
+        reply.begin()
+        return reply.status, json.loads(reply.read())["error"]
+
+
+def chunked(size: int) -> bytes:
+    """A body of so many blanks in chunks of 1 MiB, and no end."""
+    return b"".join(b"100000\r\n" + b" " * (1 << 20) + b"\r\n" for _ in range(size >> 20))
+
+
+def test_a_body_that_is_too_long_is_refused_by_name_and_not_kept(board: Board) -> None:
+    """Of a pin or a route, said to be long, sent without a length, or packed: an error that names it; memory stays."""
+    http_process = next(each for each in psutil.Process(board.daemon.pid).children() if "kvtier.http" in each.cmdline())
+    held = http_process.memory_info().rss
+    packed = zlib.compress(bytes(256 << 20))
+    for path, most in (("/v1/pins", MAX_BODY), ("/v1/route", MAX_PROMPT)):
+        for head, body in (
+            (f"Content-Length: {most + 1}", b"{"),
+            (f"Content-Length: {1 << 60}", b"{"),
+            ("Transfer-Encoding: chunked", chunked(most + (2 << 20))),
+            (f"Content-Encoding: deflate\r\nContent-Length: {len(packed)}", packed),
+        ):
+            status, error = body_said(board, f"{path} HTTP/1.1\r\n{head}", body)
+            assert (status, error["code"], error["field"]) == (400, "bad_request", "body"), (path, head, error)
+            assert f"at most {most} bytes" in error["message"], (path, head)
+    for path in ("/v1/overview", "/v1/tree", "/metrics", "/healthz", "/"):
+        assert board.ask(path, body=b" " * (2 << 20))[0] == 200, "nobody reads what a GET brings along"
+    assert http_process.memory_info().rss - held < 96 << 20
+    longest = board.trusted("/v1/route", "POST", b'{"tokens": [1]}' + b" " * (MAX_PROMPT - 15))[1]
+    assert longest["error"]["field"] != "body", longest
+
+
 SMUGGLED = b"GET /v1/pins HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 
 
@@ -238,6 +276,7 @@ def test_a_daemon_that_hangs_is_said_so(board: Board) -> None:
         assert board.ask("/")[0] == 200
         status, body, _ = board.ask("/v1/overview")
         assert (status, body["error"]["code"]) == (503, "io")
+        assert body["error"]["message"] == "the daemon does not answer: not in time"
     finally:
         os.kill(board.daemon.pid, signal.SIGCONT)
     until(lambda: board.ask("/v1/overview")[0] == 200)
@@ -253,72 +292,3 @@ def test_the_history_holds_an_hour_and_begins_anew_with_the_daemon() -> None:
     assert {(step["asked_s"], step["hit_s"]["host"], step["hit_s"]["disk"]) for step in steps} == {(200.0, 50.0, 0.0)}
     history.add(1e6, {"tokens_asked": 10})
     assert history.steps() == []
-
-
-# -- in a browser --------------------------------------------------------------------------------------------------
-
-browser = pytest.mark.skipif(chromium() is None, reason="no Chromium is installed")
-FOCUSED = "document.activeElement.getAttribute('aria-label')"
-BOXES = "document.querySelectorAll('#icicle .box').length"
-
-
-async def keyboard(page: Page, board: Board) -> None:
-    """Walk the tree, zoom in and out, and pin, by keys alone."""
-    await page.until(f"{BOXES} == {BRANCHES + 1}")
-    await page.run("document.querySelector('#icicle .box[tabindex=\"0\"]').focus()")
-    stem = await page.run(FOCUSED)
-    assert stem.startswith(f"Tokens 0 to {4 * STEM}:"), stem
-    await page.press("ArrowDown")
-    first = await page.run(FOCUSED)
-    await page.press("ArrowRight")
-    second = await page.run(FOCUSED)
-    assert first.startswith(f"Tokens {4 * STEM} to {4 * (STEM + BRANCH)}:"), first
-    assert second.startswith(f"Tokens {4 * STEM} to {4 * (STEM + BRANCH)}:")
-    await page.press("Enter")
-    assert await page.run(BOXES) == 1
-    await page.press("Escape")
-    await page.press("Escape")
-    assert await page.run(BOXES) == BRANCHES + 1
-    assert await page.run("document.querySelectorAll('#node button').length") == 0
-    await page.run(
-        f"document.getElementById('token').focus(), document.getElementById('token').value = '{board.token}'"
-    )
-    await page.press("Enter")
-    await page.until("document.getElementById('login').hidden")
-    await page.run("document.querySelector('#icicle .box[tabindex=\"0\"]').focus()")
-    await page.until("document.querySelector('#node button') !== null")
-    await page.run("document.querySelector('#node button').focus()")
-    await page.press("Enter")
-    await page.until("document.querySelectorAll('#pins button').length == 1")
-    await page.run("document.querySelector('#pins button').focus()")
-    await page.press("Enter")
-    await page.until("document.querySelectorAll('#pins button').length == 0")
-
-
-@browser
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_the_page_works_in_a_browser_by_keyboard_and_at_phone_width(board: Board, tmp_path: Path) -> None:
-    """Numbers, chart and tree appear; keys walk, zoom and pin; 390 pixels hold it; no script complains."""
-
-    async def visit() -> None:
-        async with browsing(tmp_path) as page:
-            await page.open(f"http://127.0.0.1:{board.port}/")
-            await keyboard(page, board)
-            assert await page.run("document.querySelectorAll('#tiers [role=meter]').length") == 2
-            assert await page.run("document.querySelectorAll('#top tbody tr').length") == BRANCHES + 1
-            await page.until("document.querySelectorAll('#curve polyline').length == 1")
-            assert "host as it is" in await page.run("document.getElementById('curve-text').textContent")
-            assert "none configured" in await page.run("document.getElementById('peers').textContent")
-            await page.resize(390, 844)
-            await page.until("document.documentElement.scrollWidth <= 390")
-            await page.picture(tmp_path / "narrow.png")
-            assert page.faults == []
-            os.kill(board.daemon.pid, signal.SIGSTOP)
-            try:
-                await page.until("document.getElementById('state').className == 'bad'")
-            finally:
-                os.kill(board.daemon.pid, signal.SIGCONT)
-            await page.until("document.getElementById('state').className == ''")
-
-    asyncio.run(visit())

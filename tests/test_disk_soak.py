@@ -8,17 +8,16 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import psutil
 import pytest
 
 from kvtier.identity import GroupSpec
 from kvtier.types import Kind
 from tests.diskkit import KIB, MIB, Item, Owner, digest, spec, views
+from tests.growth import line
 
 SIZES = (4 * KIB, 7 * KIB)
 ROUNDS = 12
@@ -102,9 +101,16 @@ def sample(process: psutil.Process, folder: Path) -> Sample:
     )  # fmt: skip
 
 
-def slope(values: Sequence[float]) -> float:
-    """How much a value rises with each operation, by least squares over the rounds."""
-    return float(np.polyfit(np.arange(len(values)) * OPERATIONS, values, 1)[0])
+def test_a_leak_is_told_from_noise():
+    """Values that only jump rise by no more than the line's error; a leak of as much as they jump is told."""
+    rng = random.Random(1)
+    operations = [100 * number for number in range(200)]
+    jumps = [rng.gauss(1e6, 1e3) for _ in operations]
+    still = line(operations, jumps)
+    assert abs(still.rise) < 3 * still.error
+    leaking = line(operations, [value + 0.1 * at for at, value in zip(operations, jumps, strict=True)])
+    assert leaking.rise > 3 * leaking.error
+    assert leaking.slope - still.slope == pytest.approx(0.1)
 
 
 @pytest.mark.slow
@@ -122,10 +128,10 @@ def test_nothing_grows_with_use(tmp_path):
             seen.append(sample(process, tmp_path / "d"))
         assert owner.tier.stats["slabs_emptied"] > 0
     warm = Sample(*zip(*seen[WARM:], strict=True))
+    operations = [OPERATIONS * number for number in range(ROUNDS - WARM)]
     for name, values, noise in zip(Sample._fields, warm, NOISE, strict=True):
-        rise = slope(values) * OPERATIONS * len(values)
-        most = noise * np.mean(values) + 1e-3  # of rounding
-        assert abs(rise) <= most, f"{name}: {slope(values)} an operation: {values}"
+        found = line(operations, values)
+        assert abs(found.rise) <= noise * found.mean + 1e-3, f"{name}: {found}: {values}"  # 1e-3: rounding
     assert max(warm.memory) - warm.memory[0] < MIB, warm.memory
     assert max(warm.resident) - warm.resident[0] < 24 * MIB, warm.resident  # what is free lies scattered
     assert max(warm.catalogue) - min(warm.catalogue) < 256 * KIB, warm.catalogue

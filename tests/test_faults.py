@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ import pytest
 
 import faultkit
 from engineproc import SPEC, path_keys
-from faultkit import ENGINES, PAGES, Bystander, eventually, trouble
-from fleetkit import Fleet, until
+from faultkit import PAGES, Bystander, Trouble, eventually, humble, resting
+from fleetkit import Fleet, free_ports, until
 from kvtier import wire
 from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
@@ -39,29 +41,36 @@ def disk(daemon: Daemon) -> dict[str, Any]:
     return ctl(daemon, "status")["tiers"]["disk"]
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon that nothing happens to."""
+    with Daemon(tmp_path_factory.mktemp("calm"), host="64MiB", disk="128MiB") as daemon:
+        yield daemon
+
+
 def busy(daemon: Daemon, name: str = "busy") -> Engine:
-    """An engine that stores and reads without an end. The cores are not what it is about: it has a low priority."""
+    """An engine that stores and reads without an end."""
     engine = Engine(daemon, name)
-    os.setpriority(os.PRIO_PROCESS, engine.process.pid, 10)
+    humble(engine.process.pid)
     engine("churn", [9])
     return engine
 
 
-def test_a_disk_that_gives_errors(tmp_path: Path) -> None:
+def test_a_disk_that_gives_errors(tmp_path: Path, calm: Daemon) -> None:
     """EIO of every write, then of every read: named, host serves, no wrong byte; mended by itself when it ends."""
     daemon, fault = faultkit.faulty(tmp_path)
-    with daemon, Bystander(daemon) as beside:
+    with daemon, Bystander(daemon, calm) as beside:
         engine = busy(daemon)
         try:
             eventually(lambda: disk(daemon)["runs_written"] > 20)
             fault.write_text("pwritev fdatasync")
             eventually(lambda: disk(daemon)["sick"] == "EIO")
-            beside.notices_nothing()
+            beside.notices_nothing(resting(engine.process.send_signal))
             assert beside.put([1, 2, 3]) == 3
             assert beside.get([1, 2, 3]) == 3
             assert not beside.cache.flush(1.0)
             fault.write_text("preadv")
-            beside.notices_nothing()
+            beside.notices_nothing(resting(engine.process.send_signal))
             fault.unlink()
             eventually(lambda: not disk(daemon)["sick"])
             done = engine("rest")
@@ -74,17 +83,17 @@ def test_a_disk_that_gives_errors(tmp_path: Path) -> None:
         assert daemon.stop() == 0
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
+def test_a_disk_that_is_full(tmp_path: Path, calm: Daemon) -> None:
     """More was promised than the device has: named, what is stored is served, and it goes on when there is room."""
     with faultkit.file_system(tmp_path, 320) as where:
         ballast = where / "ballast"
         ballast.write_bytes(bytes(120 << 20))
         flags = [f"--disk-path={where / 'disk'}"]
-        with Daemon(tmp_path, host="24MiB", disk="1GiB", flags=flags) as daemon, Bystander(daemon) as beside:
+        with Daemon(tmp_path, host="24MiB", disk="1GiB", flags=flags) as daemon, Bystander(daemon, calm) as beside:
             engine = busy(daemon)
             try:
                 eventually(lambda: disk(daemon)["write_errors"])
-                beside.notices_nothing()
+                beside.notices_nothing(resting(engine.process.send_signal))
                 assert beside.put([1, 2, 3]) == 3
                 assert beside.get([1, 2, 3]) == 3
                 ballast.unlink()
@@ -98,18 +107,18 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
             assert daemon.stop() == 0
 
 
-def test_a_file_system_that_turns_read_only(tmp_path: Path) -> None:
+def test_a_file_system_that_turns_read_only(tmp_path: Path, calm: Daemon) -> None:
     """As ext4 does after an error: host and what can be read are served, and after a repair all that was durable."""
     with faultkit.file_system(tmp_path, 128) as where:
         flags = [f"--disk-path={where / 'disk'}"]
         with Daemon(tmp_path, host="24MiB", disk="64MiB", flags=flags) as daemon:
-            with Bystander(daemon) as beside:
+            with Bystander(daemon, calm) as beside:
                 engine = busy(daemon)
                 try:
                     eventually(lambda: disk(daemon)["runs_written"] > 20)
                     assert not faultkit.mount(f"-oremount,abort {where}")
                     eventually(lambda: disk(daemon)["sick"])
-                    beside.notices_nothing()
+                    beside.notices_nothing(resting(engine.process.send_signal))
                     assert beside.put([1, 2, 3]) == 3
                     assert beside.get([1, 2, 3]) == 3
                     assert engine("rest")["wrong"] == 0
@@ -125,9 +134,49 @@ def test_a_file_system_that_turns_read_only(tmp_path: Path) -> None:
             assert disk(daemon)["damaged_runs"] == disk(daemon)["set_aside"] == 0
 
 
-def test_no_descriptor_is_left(daemon: Daemon) -> None:
+def test_a_device_that_fails(tmp_path: Path, calm: Daemon) -> None:
+    """EIO of a copy: named, taken out for good, host serves who had mapped it, no wrong byte; a restart has it back."""
+    (port,) = free_ports(1)
+    flags = ["--device-which=cpu", "--device-bytes=16MiB", f"--http-port={port}"]
+    daemon, fault = faultkit.faulty(tmp_path, *flags)
+
+    def device(what: str) -> Any:
+        return ctl(daemon, "status")["tiers"]["device"][what]
+
+    def alarm() -> bool:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as reply:
+            return b"\nkvtier_device_sick 1.0\n" in reply.read()
+
+    with daemon, Bystander(daemon, calm) as beside:
+        engine = Engine(daemon, "busy")
+        try:
+            humble(engine.process.pid)
+            assert engine("map") == {"mapped": True}
+            engine("churn", [9])
+            eventually(lambda: device("used_bytes") > 1 << 20)
+            fault.write_text("copies")
+            eventually(lambda: device("state") == "sick")
+            fault.unlink()
+            assert "injected" in device("sick")
+            eventually(alarm)
+            stored = disk(daemon)["runs_written"]
+            beside.notices_nothing(resting(engine.process.send_signal))
+            assert beside.put([1, 2, 3]) == 3
+            eventually(lambda: disk(daemon)["runs_written"] > stored)
+            done = engine("rest")
+        finally:
+            engine.close()
+        assert done["served"] > 0
+        assert done["wrong"] == 0
+        assert daemon.broken_invariants() == []
+        assert daemon.stop() == 0
+        daemon.start()
+        assert device("state") == "ready"
+
+
+def test_no_descriptor_is_left(daemon: Daemon, calm: Daemon) -> None:
     """Attached engines are served, also what needs disk; newcomers wait, and are served when some return."""
-    with Bystander(daemon) as beside:
+    with Bystander(daemon, calm) as beside:
         _, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
         fds = psutil.Process(daemon.pid).num_fds()
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (fds + 4, hard))
@@ -147,9 +196,9 @@ def test_no_descriptor_is_left(daemon: Daemon) -> None:
             assert newcomer.ping()
 
 
-def test_an_engine_is_stopped(daemon: Daemon, engines: Any) -> None:
+def test_an_engine_is_stopped(daemon: Daemon, engines: Any, calm: Daemon) -> None:
     """SIGSTOP of one that holds all it may: it keeps that, and nobody else is short of anything."""
-    with Bystander(daemon) as beside:
+    with Bystander(daemon, calm) as beside:
         stopped = engines("stopped")
         while stopped("reserve", [int.from_bytes(os.urandom(3), "big") for _ in range(100)])["pages"]:
             pass
@@ -162,15 +211,15 @@ def test_an_engine_is_stopped(daemon: Daemon, engines: Any) -> None:
     settled(daemon, {"stopped": 0})
 
 
-def test_a_peer_is_stopped(tmp_path: Path) -> None:
+def test_a_peer_is_stopped(tmp_path: Path, calm: Daemon) -> None:
     """SIGSTOP of another host's daemon: who asks for its pages misses within the deadline, others wait for nothing."""
-    with Fleet(tmp_path, 2, replicas=1, disk="128MiB") as hosts, Bystander(hosts["a"].daemon) as beside:
+    with Fleet(tmp_path, 2, replicas=1, disk="128MiB") as hosts, Bystander(hosts["a"].daemon, calm) as beside:
         path = next(p for n in range(100) if hosts["b"].put(p := [5000 + n, 1, 2]) and hosts["a"].get(p) == 3)
         assert path
         hosts["b"].signal(signal.SIGSTOP)
         engine = busy(hosts["a"].daemon)
         try:
-            beside.notices_nothing()
+            beside.notices_nothing(resting(engine.process.send_signal))
             assert engine("rest")["wrong"] == 0
         finally:
             engine.close()
@@ -179,9 +228,9 @@ def test_a_peer_is_stopped(tmp_path: Path) -> None:
         hosts["a"].sound()
 
 
-def test_the_daemon_is_stopped(daemon: Daemon) -> None:
+def test_the_daemon_is_stopped(daemon: Daemon, calm: Daemon) -> None:
     """SIGSTOP of it: a miss for every call within its deadline; after SIGCONT all is as before."""
-    with Bystander(daemon) as beside:
+    with Bystander(daemon, calm) as beside:
         impatient = Client(daemon.socket, instance="impatient", timeout_s=0.3)
         cache = impatient.open(beside.cache.spec)
         keys = path_keys(PAGES)
@@ -200,7 +249,7 @@ def test_the_daemon_is_stopped(daemon: Daemon) -> None:
     settled(daemon, {})
 
 
-def test_a_thousand_connections_are_idle(daemon: Daemon) -> None:
+def test_a_thousand_connections_are_idle(daemon: Daemon, calm: Daemon) -> None:
     """All of them attached: nobody is slower for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 4096:
@@ -208,7 +257,7 @@ def test_a_thousand_connections_are_idle(daemon: Daemon) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     idle = [socket.socket(socket.AF_UNIX) for _ in range(1000)]
     try:
-        with Bystander(daemon) as beside:
+        with Bystander(daemon, calm) as beside:
             for sock in idle:
                 sock.connect(str(daemon.socket))
                 sock.sendall(wire.request_frame(wire.Hello(wire.VERSION, "idle"), 1))
@@ -224,36 +273,34 @@ def test_a_thousand_connections_are_idle(daemon: Daemon) -> None:
     settled(daemon, {})
 
 
-def test_an_engine_floods(daemon: Daemon) -> None:
+def test_an_engine_floods(daemon: Daemon, calm: Daemon) -> None:
     """Hundreds of requests in flight, without a pause: its turns are bounded, and others have theirs."""
-    with Bystander(daemon) as beside:
-        with trouble(daemon, "spin"):
-            beside.measure()
-        with trouble(daemon, "flood") as flood:
-            beside.notices_nothing()
+    with Bystander(daemon, calm) as beside:
+        with Trouble(daemon, "flood") as flood:
+            beside.notices_nothing(resting(flood.all))
             assert beside.put([1, 2, 3]) == 3
             assert flood.poll() is None
         assert beside.get([1, 2, 3]) == 3
     settled(daemon, {})
 
 
-def test_storms_of_engines_come_and_die(daemon: Daemon) -> None:
+def test_storms_of_engines_come_and_die(daemon: Daemon, calm: Daemon) -> None:
     """Two hundred attached, killed or gone with leases: all of it returns; descriptors, threads and maps too."""
-    with trouble(daemon, "storm", 0) as storm:
-        assert storm.wait() == 0
+    with Trouble(daemon, "storm", 0) as storm:
+        assert storm.end() == 0
     settled(daemon, {})
     before = footprint(daemon)
-    with Bystander(daemon) as beside:
-        with trouble(daemon, "storm", ENGINES) as storm:
-            beside.notices_nothing()
-            assert storm.wait() == 0
+    with Bystander(daemon, calm) as beside:
+        with Trouble(daemon, "storm", 0) as storm:
+            beside.notices_nothing(resting(storm.all))
+            assert storm.end() == 0
         assert beside.put([500, 501]) == beside.get([500, 501]) == 2
     settled(daemon, {})
     eventually(lambda: all(now <= before[what] + 8 for what, now in footprint(daemon).items()))
     assert ctl(daemon, "check")["broken"] == []
 
 
-def test_the_clock_jumps(tmp_path: Path) -> None:
+def test_the_clock_jumps(tmp_path: Path, calm: Daemon) -> None:
     """By decades, both ways: deadlines, leases and ages are of the monotonic clock; people read the wall clock."""
     fake = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
     if fake is None:
@@ -262,7 +309,7 @@ def test_the_clock_jumps(tmp_path: Path) -> None:
     stamp.write_text("+0\n")
     env = {"LD_PRELOAD": str(fake), "FAKETIME_TIMESTAMP_FILE": str(stamp), "FAKETIME_NO_CACHE": "1",
            "FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1"}  # fmt: skip
-    with Daemon(tmp_path, host="64MiB", disk="128MiB", env=env) as daemon, Bystander(daemon) as beside:
+    with Daemon(tmp_path, host="64MiB", disk="128MiB", env=env) as daemon, Bystander(daemon, calm) as beside:
         for jump in ("-10y", "+20y", "+0"):
             stamp.write_text(jump + "\n")
             beside.notices_nothing()
@@ -273,7 +320,7 @@ def test_the_clock_jumps(tmp_path: Path) -> None:
         assert ctl(daemon, "check")["broken"] == []
 
 
-def test_memory_is_short(tmp_path: Path) -> None:
+def test_memory_is_short(tmp_path: Path, calm: Daemon) -> None:
     """In a cgroup: host is sized by its limit, more is refused by name, and a full host is no reason to be killed."""
     limit = 256 << 20
     with faultkit.cgroup(limit) as group:
@@ -285,12 +332,12 @@ def test_memory_is_short(tmp_path: Path) -> None:
         with Daemon(tmp_path, host="-1", disk="0", command=group.command) as daemon:
             assert ctl(daemon, "status")["tiers"]["host"]["budget_bytes"] == limit // 8
         with Daemon(tmp_path, host="128MiB", disk="512MiB", command=group.command) as daemon:
-            with Bystander(daemon) as beside:
+            with Bystander(daemon, calm) as beside:
                 engine = busy(daemon)
                 try:
                     eventually(lambda: ctl(daemon, "status")["tiers"]["host"]["used_bytes"] == 128 << 20)
                     eventually(lambda: group.used() > 128 << 20)
-                    beside.notices_nothing()
+                    beside.notices_nothing(resting(engine.process.send_signal))
                     assert engine("rest")["wrong"] == 0
                 finally:
                     engine.close()

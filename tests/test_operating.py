@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.ctl import main
+from kvtier.types import Code
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 GUIDE = (DOCS / "operating.md").read_text()
@@ -65,6 +66,19 @@ def test_the_guide_names_verbs_and_settings_that_exist() -> None:
         assert f"`{key}`" in settings, key
     for link in re.findall(r"\]\(([^)]+)\)", GUIDE):
         assert (DOCS / link).exists(), link
+
+
+def test_every_alarm_of_a_tier_has_an_alert_and_a_row() -> None:
+    """Each metric that says sick or broken is asked for by an alert, and its name is no other's."""
+    asked = set().union(*(named(rule["expr"]) for rule in rules()))
+    assert {name for name in METRICS if name.endswith("_sick") or "broken" in name} <= asked
+
+
+def test_every_code_of_a_refusal_says_what_to_do() -> None:
+    """In the protocol for who writes engines, in the guide for who runs them; neither has a code that there is not."""
+    for text in (GUIDE, (DOCS / "protocol.md").read_text()):
+        held = re.findall(r"^\| code \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+        assert sorted(re.findall(r"^\| `(\w+)` \|", held[0], re.MULTILINE)) == sorted(Code)
 
 
 def test_every_fault_has_a_written_outcome_and_a_test() -> None:

@@ -41,7 +41,9 @@ HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 MAX_BODY: Final = 4096
+"""Bytes of the body of a pin."""
 MAX_PROMPT: Final = 16 << 20
+"""Bytes of the body of a prompt that is to be routed."""
 NAMES: Final = {"127.0.0.1", "localhost", "[::1]"}
 R = TypeVar("R", bound=wire.Message)
 _log = logging.getLogger("kvtier.http")
@@ -100,7 +102,7 @@ async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         status = {Code.UNKNOWN: 404, Code.FORBIDDEN: 403}.get(exc.code, 400)
         return _refused(status, exc.code, exc.message, exc.field)
     except (TimeoutError, OSError, EOFError) as exc:
-        return _refused(503, Code.IO, f"the daemon does not answer: {exc or 'in time'}", "")
+        return _refused(503, Code.IO, f"the daemon does not answer: {str(exc) or 'not in time'}", "")
     response.headers.update(HEADERS)
     return response
 
@@ -194,10 +196,7 @@ class Dashboard:
         """Pin the path that ends with a page, by its chain key."""
         self._demand(request)
         try:
-            raw = await request.read()  # all of it, in however many pieces it comes
-            if len(raw) > MAX_BODY:
-                raise bad("body", f"at most {MAX_BODY} bytes", len(raw))
-            new = msgspec.json.decode(raw, type=NewPin)
+            new = msgspec.json.decode(await _body(request, MAX_BODY), type=NewPin)
             of = wire.Prompt(new.cache, chain=bytes.fromhex(new.chain))
         except (msgspec.MsgspecError, ValueError) as exc:
             raise bad("body", f"a pin as JSON ({exc})") from None
@@ -207,7 +206,7 @@ class Dashboard:
         """Hosts for a prompt, the cheapest first. What is cached of it is not for everybody: it takes the token."""
         self._demand(request)
         try:
-            asked = msgspec.json.decode(await request.read(), type=Asked)
+            asked = msgspec.json.decode(await _body(request, MAX_PROMPT), type=Asked)
             of = wire.Prompt(asked.cache, array("i", asked.tokens).tobytes())
         except (msgspec.MsgspecError, OverflowError) as exc:
             raise bad("body", f"tokens, cache and session as JSON ({exc})") from None
@@ -219,6 +218,18 @@ class Dashboard:
         if not number:
             raise bad("pin", "a pin's number")
         return web.json_response(await self._asked(wire.Unpin(number)))
+
+
+async def _body(request: web.Request, most: int) -> bytes:
+    """All of a body, in however many pieces it comes; raises bad_request for one that is too long, unread."""
+    length = request.content_length or 0
+    raw = bytearray()
+    while length <= most and (piece := await request.content.readany()):
+        raw += piece
+        length = max(length, len(raw))
+    if length > most:
+        raise bad("body", f"at most {most} bytes", length)
+    return bytes(raw)
 
 
 def _number(values: Any, name: str, most: int) -> int:

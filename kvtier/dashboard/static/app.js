@@ -8,6 +8,7 @@ let trusted = false;
 let tree = null; // the root of what was loaded last, and what is zoomed to
 let zoom = null;
 let shownCache = "";
+let shown = null; // the node that is told about below the tree
 
 if (location.hash.startsWith("#token=")) {
   token = location.hash.slice(7);
@@ -44,6 +45,7 @@ function bytes(value) {
 }
 
 const count = (value) => Math.round(value).toLocaleString("en");
+const many = (value, one, more = `${one}s`) => `${count(value)} ${value === 1 ? one : more}`;
 const percent = (value) => `${(100 * value).toFixed(1)} %`;
 
 function span(seconds) {
@@ -52,15 +54,22 @@ function span(seconds) {
 }
 
 function table(id, heads, rows, empty) {
+  const place = at(id);
   const head = make("tr", {}, ...heads.map(([name, kind]) => make("th", { scope: "col", class: kind || "" }, name)));
   const body = rows.map((row) => make("tr", {}, ...row.map((cell, n) => make("td", { class: heads[n][1] || "" }, cell))));
-  at(id).replaceChildren(make("thead", {}, head), make("tbody", {}, ...(rows.length ? body : [make("tr", {}, make("td", { colspan: heads.length }, empty))])));
+  const fresh = [make("thead", {}, head), make("tbody", {}, ...(rows.length ? body : [make("tr", {}, make("td", { colspan: heads.length }, empty))]))];
+  if (fresh.map((each) => each.outerHTML).join("") === place.innerHTML) return;
+  const held = [...place.querySelectorAll("button")].indexOf(document.activeElement);
+  place.replaceChildren(...fresh);
+  const buttons = [...place.querySelectorAll("button:not(:disabled)")];
+  if (held >= 0) (buttons[Math.min(held, buttons.length - 1)] || place.parentElement).focus(); // whose button went goes on at the next
 }
 
 // -- overview -------------------------------------------------------------------------------------------------------
 
 function showTiers(tiers) {
-  at("tiers").replaceChildren(...Object.entries(tiers).map(([name, tier]) => {
+  const fastestFirst = TIERS.filter((name) => tiers[name]).map((name) => [name, tiers[name]]);
+  at("tiers").replaceChildren(...fastestFirst.map(([name, tier]) => {
     const total = tier.budget_bytes || tier.capacity_bytes || 0;
     const used = total - tier.free_bytes;
     const share = total ? used / total : 0;
@@ -77,7 +86,7 @@ function showHits(steps) {
   const asked = steps.reduce((sum, s) => sum + s.asked_s, 0);
   const hit = Object.fromEntries(TIERS.map((t) => [t, steps.reduce((sum, s) => sum + s.hit_s[t], 0)]));
   const all = TIERS.reduce((sum, t) => sum + hit[t], 0);
-  at("hits-text").textContent = asked ? `${percent(all / asked)} of the tokens asked for: ${TIERS.filter((t) => hit[t]).map((t) => `${t} ${percent(hit[t] / asked)}`).join(", ") || "none"}` : "no prompts yet";
+  at("hits-text").textContent = asked ? `${percent(all / asked)} of the tokens asked for: ${TIERS.filter((t) => hit[t]).map((t) => `${t} ${percent(hit[t] / asked)}`).join(", ") || "none"}` : "no prompts in that time";
   const svg = at("hits"), wide = 600 / Math.max(1, steps.length), bars = [];
   steps.forEach((step, n) => {
     let low = 140;
@@ -98,17 +107,20 @@ function showCaches(caches) {
   const names = known.map((c) => c.id).join();
   if (select.dataset.names === names) return;
   select.dataset.names = names;
-  select.replaceChildren(...known.map((c) => make("option", { value: c.id }, `${c.model} ${c.kv_dtype} · ${count(c.pages)} pages · ${c.id.slice(0, 8)}`)));
+  select.replaceChildren(...known.map((c) => make("option", { value: c.id }, `${c.model} ${c.kv_dtype} · ${many(c.pages, "page")} · ${c.id.slice(0, 8)}`)));
   if (known.some((c) => c.id === chosen)) select.value = chosen;
 }
 
 async function overview() {
   try {
     const { status, caches, history: steps, trusted: may } = await ask("/v1/overview");
-    trusted = may;
+    if (may !== trusted) {
+      trusted = may;
+      if (shown) show(shown); // its button comes or goes
+    }
     at("version").textContent = status.version;
     at("state").className = "";
-    at("state").textContent = `up ${span(status.uptime_s)} · ${count(status.pages)} pages · ${status.instances.length} engines · ${bytes(status.rss_bytes)} resident`;
+    at("state").textContent = `up ${span(status.uptime_s)} · ${many(status.pages, "page")} · ${many(status.instances.length, "engine")} · ${bytes(status.rss_bytes)} resident`;
     at("login").hidden = trusted;
     at("trust").textContent = trusted ? "The token is good: pins can be changed here." : token ? "That token is not this daemon's." : "To change pins, open the address that kvtierctl dashboard prints, or give its token.";
     showTiers(status.tiers);
@@ -129,10 +141,10 @@ async function overview() {
 
 async function pins() {
   const { pins: held } = await ask("/v1/pins");
-  table("pins", [["pin"], ["pages", "n"], ["bytes", "n"], ["priority", "n"], ["left", "n"], [""]], held.map((p) => {
-    const end = make("button", { type: "button", onclick: () => change(`/v1/pins/${p.pin}`, { method: "DELETE" }) }, "Unpin");
+  table("pins", [["pin"], [""], ["pages", "n"], ["bytes", "n"], ["priority", "n"], ["left", "n"]], held.map((p) => {
+    const end = make("button", { type: "button", "aria-label": `Unpin ${p.pin}`, onclick: () => change(`/v1/pins/${p.pin}`, { method: "DELETE" }) }, "Unpin");
     end.disabled = !trusted;
-    return [p.pin, count(p.pages), bytes(p.held_bytes), String(p.priority), span(p.left_s), end];
+    return [p.pin, end, count(p.pages), bytes(p.held_bytes), String(p.priority), span(p.left_s)];
   }), "none");
 }
 
@@ -159,10 +171,10 @@ async function curve() {
   if (!pool || !pool.points.length) return;
   const said = [["now", "host as it is"], ["with_disk", "host and disk"], ["added", "with that much more"]]
     .flatMap(([key, what]) => pool[key].map((point) => `${what} (${bytes(point.bytes)}) ${percent(point.hit_ratio)}`));
-  at("curve-text").textContent = `${pool.model}, ${count(pool.requests)} requests: hits with ${said.join(", ")}`;
+  at("curve-text").textContent = `${pool.model}, ${many(pool.requests, "request")}: hits with ${said.join(", ")}`;
   const most = Math.log2(1 + Math.max(...[...pool.points, ...pool.added].map((point) => point.bytes)));
   const x = (point) => 600 * Math.log2(1 + point.bytes) / most, y = (point) => 140 * (1 - point.hit_ratio);
-  const line = shape("polyline", { points: pool.points.map((point) => `${x(point)},${y(point)}`).join(" ") });
+  const line = shape("polyline", { points: [...pool.points, ...pool.added].sort((a, b) => a.bytes - b.bytes).map((point) => `${x(point)},${y(point)}`).join(" ") });
   const here = pool.now.map((point) => shape("line", { x1: x(point), x2: x(point), y1: 0, y2: 140 }));
   at("curve").replaceChildren(...here, line);
 }
@@ -185,6 +197,7 @@ function grown(nodes) {
 
 async function load() {
   shownCache = at("cache").value;
+  shown = null;
   if (!shownCache) { at("icicle").replaceChildren(); top([]); return; }
   const data = await ask(`/v1/tree?cache=${shownCache}&depth=64&limit=4000`);
   tree = grown(data.nodes);
@@ -200,7 +213,7 @@ function said(node) {
   const tokens = tree.pageTokens;
   const where = TIERS.filter((t) => node.tiers[t]).map((t) => `${count(node.tiers[t])} in ${t}`).join(", ") || "nowhere yet";
   const text = node.tokens ? ` Begins with tokens ${node.tokens.slice(0, 12).join(" ")}.` : "";
-  return `Tokens ${count(node.first_page * tokens)} to ${count((node.first_page + node.pages) * tokens)}: ${count(node.pages)} pages, ${where}; heat ${node.heat.toFixed(1)}, idle ${span(node.idle_s)}, ${node.leases} leases, ${node.children.length} branches.${text}`;
+  return `Tokens ${count(node.first_page * tokens)} to ${count((node.first_page + node.pages) * tokens)}: ${many(node.pages, "page")}, ${where}; heat ${node.heat.toFixed(1)}, idle ${span(node.idle_s)}, ${many(node.leases, "lease")}, ${many(node.children.length, "branch", "branches")}.${text}`;
 }
 
 function draw() {
@@ -209,11 +222,11 @@ function draw() {
   const place = (node, left, share, level) => {
     if (share < THIN) return;
     if (node.parent) {
-      const box = make("div", { class: `box i-${tierOf(node)}`, role: "treeitem", tabindex: "-1", "aria-level": level + 1, "aria-label": said(node) }, share > 60 ? `${count(node.pages * tree.pageTokens)} tokens` : "");
+      const box = make("div", { class: `box i-${tierOf(node)}`, role: "treeitem", tabindex: "-1", "aria-level": level + 1, "aria-label": said(node) }, share > 70 ? many(node.pages * tree.pageTokens, "token") : share > 30 ? count(node.pages * tree.pageTokens) : "");
       Object.assign(box.style, { left: `${left}px`, width: `${share}px`, top: `${level * ROW}px` });
       const strength = Math.min(1, Math.log1p(node.heat) / 3);
       box.style.setProperty("--strength", `${30 + 70 * strength}%`);
-      box.classList.toggle("pale", strength < 0.5);
+      box.classList.toggle("pale", strength < 0.75);
       box.node = node;
       node.box = box;
       boxes.push(box);
@@ -275,6 +288,7 @@ at("icicle").addEventListener("focusin", (event) => { if (event.target.node) sho
 at("icicle").addEventListener("mouseover", (event) => { if (event.target.node) show(event.target.node); });
 
 function show(node) {
+  shown = node;
   const more = [];
   if (node.chain && trusted) {
     const body = JSON.stringify({ cache: shownCache, chain: node.chain });
@@ -299,8 +313,12 @@ at("login").addEventListener("submit", (event) => {
   token = at("token").value.trim().replace(/^.*#token=/, "");
   sessionStorage.setItem("kvtier-token", token);
   at("token").value = "";
-  overview();
+  overview().then(() => { if (trusted) at("pins").parentElement.focus(); }); // the form went, and the focus with it
 });
-addEventListener("resize", () => { if (tree) draw(); });
+addEventListener("resize", () => {
+  const held = document.activeElement.node;
+  if (tree) draw();
+  if (held) focus(held.box ? held : zoom.children[0]);
+});
 overview();
 setInterval(overview, 5000);
