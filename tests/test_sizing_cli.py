@@ -227,6 +227,24 @@ def test_measured_links_replace_defaults(run, tmp_path):
     assert any("host memory copies 1.0 GB/s" in note for note in out["notes"])
 
 
+@pytest.mark.parametrize(("model", "ranks", "faster"), [("Llama-3.1-70B", 4, 4), ("DeepSeek-V3", 8, 1)])
+def test_each_rank_loads_over_its_own_link(run, model, ranks, faster):
+    """Four ranks bring their heads at four times the speed of one; each of eight brings all of a latent."""
+    line = f"size trace trace.jsonl --model {model} --device 0B --host 900TB --host-link 1MB/s --json --tp "
+    one, many = (json.loads(run(line + str(n)))["ttft"][2]["p95_s"] for n in (1, ranks))
+    assert one / many == pytest.approx(faster, rel=0.01)
+    line = f"size tiers {model} --device 640GB --host 64TB --host-link 1GB/s --hits 0,0.5 --json --tp "
+    one, many = (json.loads(run(line + str(n)))["tiers"][1]["read_load"] for n in (1, ranks))
+    assert one / many == pytest.approx(faster, rel=0.01)
+
+
+def test_a_log_tells_the_pool_of_one_rank(run):
+    """Qwen3-14B at TP 2 has twice the tokens in the same pool a GPU, as the engine logs it."""
+    one, two = (json.loads(run(f"size model Qwen3-14B --tp {n} --observed 32768:6.51GiB:42656 --json")) for n in (1, 2))
+    assert one["planned_tokens"] == 42663
+    assert two["planned_tokens"] == 2 * 42663 or two["planned_tokens"] == 2 * 42663 + 1
+
+
 def test_the_planner_needs_nothing_but_click_and_rich():
     """Neither numpy nor anything else of the daemon is imported by the arithmetic or by --json."""
     code = (

@@ -103,7 +103,7 @@ def _against(report: Report, observed: list[Observation]) -> Report:
         values += [Value("fitted_bytes_per_token", slope, "B/token", seen, "pool/tokens = slope + fixed/max_len"),
                    Value("fitted_fixed_bytes", fixed, "B", seen, "a sequence, before its first token")]  # fmt: skip
     last = observed[-1]
-    own = report.get("engine_bytes_per_token")
+    own = report.get("engine_rank_bytes_per_token")
     if own:
         values.append(
             Value(
@@ -223,13 +223,10 @@ def _tiers(o: dict[str, Any], model: str) -> tuple[list[Tier], Any]:
     device = o["device"] if o["device"] is not None else analysis.device_pool(d)
     rated = o["dwpd"] if o["dwpd"] is not None else h.constant("endurance_dwpd")[0]
     host = pick_link(h, o["host_link"], "h2d", d.gpu.link)
+    share = analysis.held_share(d)
     tiers = [
-        Tier("device", device),
-        Tier(
-            "host",
-            o["host"],
-            host._replace(read_bps=host.read_bps * d.par.ranks, write_bps=host.write_bps * d.par.ranks),
-        ),
+        Tier("device", device, copies=share * d.par.ranks),
+        Tier("host", o["host"], host._replace(read_bps=host.read_bps / share, write_bps=host.write_bps / share)),
         Tier("peer", o["peer"], pick_link(h, o["peer_link"], "peer", "100gbe")),
         Tier("disk", o["disk"], pick_link(h, o["disk_link"], "disk", "nvme4"), rated),
     ]
