@@ -319,13 +319,23 @@ def test_a_toml_file_overrides_the_defaults(tmp_path):
         ('[gpu.New]\nmemory = "1G"\nhbm = "1TB/s"\nbf16 = 1', "gpu.New.memory"),
         ('[gpu.New]\nmemory = "1GiB"\nhbm = "1TB/s"\nbf16 = "x"', "gpu.New.bf16"),
         ('[gpu.New]\nmemory = "1GiB"\nhbm = "1TB/s"\nbf16 = 1\nsource = "told"', "gpu.New.source"),
+        ('[gpu.New]\nmemory = "1GiB"\nhbm = "1TB/s"\nbf16 = 0', "gpu.New.bf16"),
+        ('[gpu.New]\nmemory = "1GiB"\nhbm = "0TB/s"\nbf16 = 1', "gpu.New.hbm"),
+        ("[price]\ngpu_hour = 3", "price.gpu_hour"),
+        ('[price]\ngpu_hour = { H100 = "dear" }', "price.gpu_hour.h100"),
+        ("[price]\ndram_gb_month = nan", "price.dram_gb_month"),
+        ("[plan]\nhbm_efficiency = 0", "plan.hbm_efficiency"),
     ],
 )
 def test_a_wrong_override_names_its_field(tmp_path, text, field):
     """Section and key of what is wrong, when it is used at the latest."""
     (tmp_path / "h.toml").write_text(text)
+
+    def use(h):
+        return h.price("dram_gb_month"), h.gpu_hour("H100"), h.constant("hbm_efficiency"), h.gpu("New")
+
     with pytest.raises(KvtierError) as caught:
-        Hardware(tmp_path / "h.toml").gpu("New")
+        use(Hardware(tmp_path / "h.toml"))
     assert caught.value.field == field
 
 

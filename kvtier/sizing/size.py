@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvtier.sizing.alloc import Engine, Parallel, allocation, rank_allocation, unified_block
+from kvtier.sizing.alloc import Engine, Parallel, allocation, check, rank_allocation, unified_block
 from kvtier.sizing.hardware import Source
 from kvtier.sizing.models import Model
 from kvtier.sizing.report import Column, Report, Table, Value
@@ -33,6 +33,7 @@ def certainty(model: Model) -> Source:
 def size_report(model: Model, ask: Ask) -> Report:
     """Live payload, engine allocation and stored payload of a sequence of `ask.tokens` tokens."""
     spec = model.spec
+    check(spec, ask.par)
     payload = certainty(model)
     engine_source = payload if spec.plain else Source.ASSUMED
     kept = stored(spec, ask.tokens, ask.page, ask.checkpoint_every)

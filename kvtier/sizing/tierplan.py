@@ -46,7 +46,7 @@ def _given_hits(text: str | None, tiers: Sequence[Tier]) -> tuple[float, ...]:
         hits = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise bad("hits", f"numbers for {names}", text) from None
-    if len(hits) != len(tiers) or min(hits) < 0 or sum(hits) > 1:
+    if len(hits) != len(tiers) or not all(0 <= hit <= 1 for hit in hits) or sum(hits) > 1:
         raise bad("hits", f"one ratio for each of {names}, together at most 1", text)
     return hits
 
