@@ -198,7 +198,7 @@ def test_several_policies_give_a_list(tmp_path):
         (["--capacity", "1GiB"], "token-bytes"),
         (["--policy", "none-such", "--capacity", "3"], "lru"),
         (["--warmup", "150%", "--capacity", "3"], "warmup"),
-        (["--capacity", "1%+2%+3%"], "capacity"),
+        (["--capacity", "3+16+16"], "host and on disk"),
         (["--capacity", "3+4"], "16 blocks on disk"),
         (["--capacity", "1G", "--token-bytes", "1"], "capacity"),
     ],
