@@ -75,7 +75,7 @@ def explain(call: Call, show: bool, of: wire.Prompt, prefill: float, given: dict
 
 
 @click.command()
-@click.option("--ttl", "ttl_s", type=SECONDS, default=3600.0, show_default=True, help="Seconds until it ends.")
+@click.option("--ttl", "ttl_s", default=3600.0, show_default=True, help="Seconds until it ends.")
 @click.option("--priority", default=50, show_default=True, help="0..100; higher ones displace lower ones.")
 @verb
 @prompt
