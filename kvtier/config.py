@@ -29,6 +29,8 @@ SYSTEM_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 LIVE: Final = frozenset({"caps.instance", "caps.connections", "drain_s", "log_level", "quotas"})
 """Settings that a running daemon takes: by SIGHUP from its sources, or by `kvtierctl set`."""
+MOST_DISK: Final = 1 << 50
+"""What is known of the disk tier's slabs is a list, made at the start."""
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -91,8 +93,12 @@ class Otel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raise bad_request for what cannot be served."""
-        parts = urllib.parse.urlsplit(self.endpoint)
-        if self.endpoint and (parts.scheme not in {"http", "https"} or not parts.hostname):
+        try:
+            parts = urllib.parse.urlsplit(self.endpoint)
+            right = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+        except ValueError:  # brackets or a port that are none
+            right = False
+        if self.endpoint and not right:
             raise bad("otel.endpoint", "an http or https URL, or nothing", self.endpoint)
         if not 0 < self.share <= 1:
             raise bad("otel.share", "a share in (0, 1]", self.share)
@@ -161,8 +167,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("host.high_water", "a share in [0.5, 1]", self.host.high_water)
         path_of(self.policy)
         parse(self.quotas, size)
-        if self.disk.bytes < 0:
-            raise bad("disk.bytes", "0 or a size", self.disk.bytes)
+        if not 0 <= self.disk.bytes <= MOST_DISK:
+            raise bad("disk.bytes", "0 or a size, at most 1 PiB", self.disk.bytes)
         if not 0 < self.caps.instance <= 1:
             raise bad("caps.instance", "a share in (0, 1]", self.caps.instance)
         if not 1 <= self.caps.connections <= 1 << 20:

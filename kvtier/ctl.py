@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from kvtier import __version__
-from kvtier.control.call import Call, Data, Group, verb
+from kvtier.control.call import SECONDS, Call, Data, Group, verb
 
 
 class Lazy(Group):
@@ -76,7 +76,9 @@ class Lazy(Group):
 
 @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--socket", "path", type=click.Path(path_type=Path), help="Admin socket of the daemon.")
-@click.option("--timeout", "timeout_s", default=10.0, show_default=True, help="Seconds to wait for an answer.")
+@click.option(
+    "--timeout", "timeout_s", type=SECONDS, default=10.0, show_default=True, help="Seconds to wait for an answer."
+)
 @click.version_option(__version__, prog_name="kvtierctl")
 @click.pass_context
 def main(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
@@ -99,7 +101,7 @@ def status(call: Call, show: bool) -> Data:
 
 
 @main.command()
-@click.option("--count", default=1, show_default=True, help="Round trips.")
+@click.option("--count", type=click.IntRange(1), default=1, show_default=True, help="Round trips.")
 @verb
 def ping(call: Call, show: bool, count: int) -> Data:
     """Round trips through the serving loop."""
@@ -117,7 +119,7 @@ def ping(call: Call, show: bool, count: int) -> Data:
 
 
 @main.command()
-@click.option("--wait", "wait_s", default=600.0, show_default=True, help="Seconds to wait.")
+@click.option("--wait", "wait_s", type=SECONDS, default=600.0, show_default=True, help="Seconds to wait.")
 @verb
 def check(call: Call, show: bool, wait_s: float) -> Data:
     """Check the daemon's invariants now; exit code 1 when one is broken.

@@ -99,7 +99,8 @@ METRICS: Final = (
     Shown("kvtier_disk_refused_pages", C, "Pages that the disk tier did not take, by reason.", "reason",
           _by("refused_disk_")),
     Shown("kvtier_lost_copies", C, "Copies that were not what was stored or could not be read, as tier_reason.", "copy",
-          lambda d: {k: v for k, v in d["counters"].items() if k.startswith(("host_", "disk_", "device_"))}),
+          lambda d: {k: v for k, v in d["counters"].items() if k.startswith(("host_", "device_"))}
+          | {f"disk_{reason}": count for reason, count in _by("load_")(d).items()}),
     Shown("kvtier_loads_no_space", C, "Items not loaded for want of room in host.", "", _count("loads_no_space")),
     Shown("kvtier_checksum_failures", C, "Items and records whose bytes did not check out.", "tier",
           lambda d: {"disk": _disk("checksum_failures")(d)[""]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -14,6 +15,10 @@ NO_COPY: Final = -1
 
 RUN_PAGES: Final = 64
 """At most this many consecutive pages are written, evicted or loaded as one run."""
+
+
+SCOPE: Final = re.compile(r"uid:\d{1,10}(:.+)?", re.DOTALL)
+"""What a trust scope is called: by its user, and by the label that engines gave."""
 
 
 class Tier(enum.IntEnum):

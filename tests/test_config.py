@@ -59,6 +59,22 @@ def test_any_values_give_checked_settings_or_a_named_refusal(values):
         config.check()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("otel.endpoint", "http://[::1"),
+        ("otel.endpoint", "http://127.0.0.1:99999"),
+        ("otel.endpoint", "http://127.0.0.1:otlp"),
+        ("otel.endpoint", "ftp://127.0.0.1"),
+        ("disk.bytes", "2000T"),
+    ],
+)
+def test_what_could_not_be_served_is_refused_by_its_name(name, value):
+    """Not by an error of Python's, nor by memory that runs out at the start."""
+    with pytest.raises(KvtierError, match=rf"{name}: expected"):
+        load(None, {}, {name: value})
+
+
 def set_live(daemon: Daemon, **values: str) -> dict[str, object]:
     """What the daemon says to Set."""
     with Admin(daemon.socket.with_name("admin.sock"), DEADLINE) as admin:

@@ -158,7 +158,21 @@ def test_a_daemon_that_hangs_is_code_2_within_the_timeout(served, daemon):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["nothing"], ["caches", "rm"], ["status", "--nothing"], ["--timeout", "x", "status"]]
+    "words",
+    [
+        [],
+        ["nothing"],
+        ["caches", "rm"],
+        ["status", "--nothing"],
+        ["--timeout", "x", "status"],
+        ["--timeout", "-1", "status"],
+        ["--timeout", "nan", "status"],
+        ["flush", "--wait", "inf"],
+        ["disk", "scrub", "--wait", "nan"],
+        ["top", "--interval", "-1"],
+        ["top", "--count", "-1"],
+        ["ping", "--count", "0"],
+    ],
 )
 def test_wrong_usage_is_code_2(words):
     """As every command line tool does."""

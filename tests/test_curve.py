@@ -156,6 +156,22 @@ def test_geometric_capacities():
     assert (points[0], points[-1]) == (1, 1000)
 
 
+async def test_a_page_takes_what_is_kept_with_it():
+    """Host holds half as many pages where each has an item of a window beside its anchor, so that it hits less."""
+    both = spec((GroupSpec(Kind.FULL, 1, 1, 4096), GroupSpec(Kind.WINDOW, 1, 1, 4096, window=64)), page_tokens=1)
+    async with storing(None, host=16 << 20) as store:
+        engine = Engine(store)
+        await engine.open(both)
+        keys = tokens(*range(8), page_tokens=1)
+        await engine.match(keys)
+        (pool,) = store.parts.ways.curves.info(0, ())
+        assert pool["page_bytes"] == 4096
+        assert await engine.put(keys) == 8
+        (pool,) = store.parts.ways.curves.info(0, ())
+        assert pool["page_bytes"] == 8192
+        assert pool["now"][0]["pages"] == pool["now"][0]["bytes"] // 8192
+
+
 async def test_requests_count_once_and_time_is_bounded():
     """Polling counts no request again; where the time is used up, requests are skipped and counted."""
     async with storing(None, host=16 << 20) as store:

@@ -28,7 +28,7 @@ class Failing(Calls):
         self.errors = errors
         self.gate = threading.Event()
         self.gate.set()
-        for name in ("pwritev", "preadv", "fdatasync", "fallocate", "punch"):
+        for name in ("pwritev", "preadv", "fdatasync", "fsync", "fallocate", "punch"):
             setattr(self, name, self.wrap(name, getattr(Calls, name)))
 
     def wrap(self, name: str, real):
@@ -85,6 +85,66 @@ def test_a_failed_write_is_named_and_leaves_nothing(tmp_path, call, error, code)
     with Owner(tmp_path / "d") as owner:
         assert 50 not in {run.id for run, _, _ in owner.runs}
         assert owner.read(cache, kept, 1, 4) == [""] * 4
+
+
+class Once(Failing):
+    """The first of one call fails, once it is told to."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.begun, self.go, self.written = threading.Event(), threading.Event(), 0
+        real, write = getattr(self, which), self.pwritev
+
+        def fail_first(fd):
+            if not self.begun.is_set():
+                self.begun.set()
+                assert self.go.wait(30)
+                raise OSError(errno.EIO, "injected")
+            return real(fd)
+
+        def count(*args):
+            size = write(*args)
+            self.written += size
+            return size
+
+        setattr(self, which, fail_first)
+        self.pwritev = count
+
+
+def test_a_sync_that_fails_is_believed_of_all_that_was_written_before_it(tmp_path):
+    """The kernel tells a lost write to one sync and takes it for written from then on: the next sync proves nothing."""
+    calls = Once("fdatasync")
+    with Owner(tmp_path / "d", calls=calls, linger_s=0.0) as owner:
+        cache = owner.cache()
+        owner.flush()
+        assert owner.submit(cache, "synced", owner.items(cache, 1, 4), keys=owner.keys(cache, 1, 4))
+        owner.wait(calls.begun.is_set)
+        assert owner.submit(cache, "written", owner.items(cache, 2, 4), keys=owner.keys(cache, 2, 4))
+        owner.wait(lambda: calls.written == 2 * 64 * KIB)
+        calls.go.set()
+        owner.wait(lambda: len(owner.results) == 2)
+        assert owner.results == {"synced": (None, "io"), "written": (None, "io")}
+        assert owner.tier.check() == []
+        kept = owner.write(cache, 3, 4)
+        assert owner.tier.state == "ready"
+    with Owner(tmp_path / "d") as owner:
+        assert [run.id for run, _, _ in owner.runs] == [kept]
+
+
+def test_a_purge_whose_sync_fails_takes_no_loss_from_who_waits_for_one(tmp_path):
+    """Its failure is a failure of what was written beside it, too."""
+    calls = Once("fsync")
+    with Owner(tmp_path / "d", calls=calls, linger_s=0.0) as owner:
+        cache = owner.cache()
+        said = []
+        owner.tier.upkeep.discard(lambda error, _: said.append(error))
+        owner.wait(calls.begun.is_set)
+        assert owner.submit(cache, "written", owner.items(cache, 1, 4), keys=owner.keys(cache, 1, 4))
+        owner.wait(lambda: calls.written == 64 * KIB)
+        calls.go.set()
+        owner.wait(lambda: said and owner.results)
+        assert (said, owner.results) == (["io"], {"written": (None, "io")})
+        assert owner.write(cache, 2, 4)
 
 
 def test_sickness_asks_for_another_try(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,6 +226,32 @@ def test_compact_shrinks_the_catalogue(tmp_path):
         for run, seed in [*((run, runs[run]) for run in kept), (more, 1000)]:
             assert owner.read(cache, run, seed, 1) == [""]
         assert len(owner.runs) == 4
+
+
+def test_a_rewrite_without_room_leaves_no_half_copy_behind(tmp_path):
+    """It would keep the last room of a full file system for good. Nor does one that a crash cut off."""
+    fresh = tmp_path / "d" / "catalogue" / "fresh"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Owner(tmp_path / "d", 4 * MIB) as owner:
+        cache = owner.cache(SMALL)
+        for seed in range(400):
+            assert owner.submit(cache, seed, owner.items(cache, seed, 1), keys=owner.keys(cache, seed, 1))
+        owner.wait(lambda: len(owner.results) == 400)
+        ended: list[str] = []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+        try:
+            owner.tier.upkeep.compact(ended.append)
+            owner.wait(lambda: ended)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert ended == ["no_space"]
+        assert not fresh.exists()
+        assert owner.write(cache, 1000, 1)
+    fresh.mkdir()
+    (fresh / "data.mdb").write_bytes(b"half")
+    with Owner(tmp_path / "d", 4 * MIB) as owner:
+        assert len(owner.runs) == 401
+        assert not fresh.exists()
 
 
 def discard(owner: Owner) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from kvtier.identity import GroupSpec
 from kvtier.policy.quota import Rule
 from kvtier.store.persist import RESERVE_PARTS
 from kvtier.store.upkeep import flushed
+from kvtier.tiers import health
 from kvtier.types import Code, Kind, KvtierError, Tier
 from storekit import MIB, Failing, drop_host, quiet, storing, until
 
@@ -310,8 +311,11 @@ async def test_flush_of_a_cache_that_is_reset_meanwhile_succeeds(tmp_path: Path)
         assert store.parts.disk.used_bytes == 0
 
 
-async def test_flush_after_a_failure_writes_what_failed(tmp_path: Path) -> None:
-    """A sick disk fails the flush by name; once it is well again the next one makes everything durable."""
+async def test_flush_after_a_failure_writes_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sick disk fails the flush by name; once it is well again the next one makes everything durable.
+
+    Operators are told that it is sick until a write has worked, not only until one is due.
+    """
     keys = tokens(*range(1, 150))
     disk = Failing()
     async with storing(tmp_path, calls=disk) as store:
@@ -323,8 +327,11 @@ async def test_flush_after_a_failure_writes_what_failed(tmp_path: Path) -> None:
             await engine.call(wire.Flush())
         assert caught.value.code == Code.IO
         disk.broken = False
-        await until(lambda: not store.parts.disk.sick)
+        monkeypatch.setattr(health, "RETRY_S", 0.0)
+        assert not store.parts.disk.sick
+        assert store.report.status(wire.Status()).data["tiers"]["disk"]["sick"] == "EIO"
         await engine.call(wire.Flush())
+        assert store.report.status(wire.Status()).data["tiers"]["disk"]["sick"] == ""
     async with storing(tmp_path) as store:
         engine = Engine(store)
         await engine.open(spec())

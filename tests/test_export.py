@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import struct
 from pathlib import Path
@@ -17,7 +18,8 @@ from click.testing import CliRunner, Result
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import archive, wire
 from kvtier.client import Client, page_keys
-from kvtier.control.carry import records
+from kvtier.control.call import Admin
+from kvtier.control.carry import _send, records
 from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
 from kvtier.device.host import HostDevice
@@ -426,6 +428,15 @@ def test_kvtierctl_carries_a_cache_between_daemons(tmp_path: Path) -> None:
         assert (nowhere.exit_code, "that can be written" in nowhere.output) == (1, True)
         assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "cache.kv"}
     with Daemon(tmp_path / "b", host="64MiB", disk="128MiB") as b, Client(b.socket, instance="e", verify="always") as e:
+        with Admin(b.socket.with_name("admin.sock"), 20.0) as admin:
+            (tmp_path / "cut.kv").write_bytes(before)
+            with (tmp_path / "cut.kv").open("rb") as source:
+                head, run = list(records(source))[:2]
+                number = int(admin.ask(wire.Import(head.meta, ""), wire.Info).data["import"])
+                os.truncate(source.name, run.payload + 5000)
+                with pytest.raises(KvtierError, match=r"cut\.kv: expected a file that stays whole"):
+                    _send(admin, number, source, run)
+        assert "scope: expected uid:N" in ctl(b, "import", file, "--scope", "1000").output
         hurt = bytearray(before)
         hurt[150_000] ^= 1
         (tmp_path / "hurt.kv").write_bytes(hurt)

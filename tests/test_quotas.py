@@ -359,8 +359,22 @@ def test_rules_as_text():
     assert parse("", size) == []
 
 
-@pytest.mark.parametrize("text", ["who=1 host=1G", "tenant= host=1G", "tenant=61", "tenant=61 tape=1G",
-                                  "tenant=61 host=much", ";".join(["tenant=61 host=1G"] * 65)])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "who=1 host=1G",
+        "tenant= host=1G",
+        "tenant=61",
+        "tenant=61 tape=1G",
+        "tenant=61 host=much",
+        "tenant=616 host=1G",
+        "tenant=acme host=1G",
+        "cache=3fz host=1G",
+        "scope=7 host=1G",
+        "scope=uid: host=1G",
+        ";".join(["tenant=61 host=1G"] * 65),
+    ],
+)
 def test_wrong_rules_are_refused(text):
     """Naming the setting."""
     with pytest.raises(KvtierError) as caught:

@@ -15,6 +15,7 @@ from kvtier.ctl import main
 from kvtier.replay.bound import belady
 from kvtier.replay.drive import replay
 from kvtier.replay.trace import Mix, read, segments
+from kvtier.sizing.curve import Trace
 from kvtier.sizing.replay import belady_hits, leaf_first_hits, lru_hits
 from kvtier.types import KvtierError, Tier
 from tracekit import longest, published, traces
@@ -94,6 +95,14 @@ def test_a_lower_tier_serves_what_the_upper_one_lost(trace, spare):
     outcome = asyncio.run(replay(segments(trace), "lru", [pages, 4 * len(trace.parent) + 64]))
     assert sum(outcome.hit_tokens.values()) // trace.block_tokens == lru_hits(trace, len(trace.parent))
     assert outcome.hit_tokens[Tier.HOST] // trace.block_tokens <= lru_hits(trace, len(trace.parent))
+
+
+@pytest.mark.parametrize("pages", [100, 97])
+def test_the_disks_capacity_is_exact(pages):
+    """Nothing goes as long as all fits: not for want of a whole slab, nor for a reserve."""
+    trace = Trace("once", 1, [-1] * pages, [*range(pages)] * 2, [1] * 2 * pages, [0] * 2 * pages, [0.0] * 2 * pages)
+    outcome = asyncio.run(replay(segments(trace), "lru", [4, pages]))
+    assert sum(outcome.hit_tokens.values()) == pages
 
 
 def mooncake(path: Path) -> Path:
@@ -189,6 +198,9 @@ def test_several_policies_give_a_list(tmp_path):
         (["--capacity", "1GiB"], "token-bytes"),
         (["--policy", "none-such", "--capacity", "3"], "lru"),
         (["--warmup", "150%", "--capacity", "3"], "warmup"),
+        (["--capacity", "3+16+16"], "host and on disk"),
+        (["--capacity", "3+4"], "16 blocks on disk"),
+        (["--capacity", "1G", "--token-bytes", "1"], "capacity"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, args, said):
@@ -197,6 +209,22 @@ def test_what_is_wrong_is_named(tmp_path, args, said):
     assert result.exit_code == 1
     assert said in result.output
     assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--limit", "--block", "--seed", "--sessions", "--hours", "--token-bytes"])
+def test_numbers_below_nothing_are_refused(tmp_path, option):
+    """As wrong usage, by the option's name."""
+    result = CliRunner().invoke(main, ["replay", str(mooncake(tmp_path / "m.jsonl")), option, "-1"])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
+
+
+def test_sizes_are_what_they_say_and_more_than_all_is_all(tmp_path):
+    """A GB is 10^9 bytes as in `size`, a GiB 2^30; what is larger than the trace needs no memory for it."""
+    path = str(mooncake(tmp_path / "m.jsonl"))
+    decimal, binary, all_of_it, huge = ctl(path, "--capacity", "4GB,4GiB,4,900000GB", "--token-bytes", str(1 << 21))
+    assert (decimal["capacity_pages"], binary["capacity_pages"]) == (3, 4)
+    assert huge["hit_ratio"] == all_of_it["hit_ratio"] == binary["hit_ratio"]
 
 
 def test_a_broken_line_is_named(tmp_path):

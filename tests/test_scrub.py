@@ -10,6 +10,7 @@ import pytest
 
 from engines import FULL, STATE, Engine, content, idle, spec, tokens
 from kvtier import wire
+from kvtier.metrics import METRICS
 from kvtier.store import Store, scrub
 from kvtier.store.scrub import Place
 from kvtier.types import Tier
@@ -100,6 +101,8 @@ async def test_rot_on_disk_is_written_again_from_host(tmp_path: Path) -> None:
         rot_disk(tmp_path, 4)
         await sweep(store)
         assert store.parts.counts["load_checksum"] == 1
+        (lost,) = [shown for shown in METRICS if shown.name == "kvtier_lost_copies"]
+        assert lost.read(store.report.metrics(wire.Metrics()).data) == {"disk_checksum": 1}
         await engine.call(wire.Flush())
         engine.leave()
         assert idle(store) == []

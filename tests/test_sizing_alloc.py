@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvtier.sizing.alloc import Engine, Parallel, allocation, head_share, max_sequence, rank_allocation, unified_block
 from kvtier.sizing.models import load, table
 from kvtier.sizing.size import Observation, fit_line, logged
-from kvtier.sizing.spec import stored
+from kvtier.sizing.spec import Rule, stored, stored_slope
 from kvtier.sizing.units import parse_bytes
 from kvtier.types import KvtierError
 
@@ -52,6 +52,15 @@ def test_stored_payload_lies_between_one_point_and_all(spec, n, page, every):
     assert least.bytes >= (spec.payload(kept.tokens) if kept.tokens else 0)
 
 
+@pytest.mark.parametrize("every", [64, 1024, 4096, 1 << 17])
+def test_bytes_a_token_are_what_is_stored_in_the_long_run(every):
+    """Also where resumable points are closer than a window or a chunk is long: Llama 4 with the default of 4096."""
+    n = 1 << 24
+    for spec in SPECS:
+        assert stored_slope(spec, every) == pytest.approx(stored(spec, n, 64, every).bytes / n, rel=0.001)
+        assert stored_slope(spec) == float(spec.slope)
+
+
 @pytest.mark.parametrize(("page", "kept"), [(16, 992), (64, 960), (256, 768), (512, 512)])
 def test_reusable_tokens_are_whole_pages(page, kept):
     """Of 1000 tokens whole pages are reusable, begun blocks are allocated."""
@@ -83,6 +92,13 @@ def test_context_parallelism_divides_tokens():
         allocation(mla, 1024, Parallel(8, 1, 3), Engine())
     with pytest.raises(KvtierError, match="tp: expected a positive"):
         allocation(mla, 1024, Parallel(0), Engine())
+
+
+def test_states_have_no_tokens_for_context_parallelism_to_deal_out():
+    """Their heads are divided by all tensor-parallel ranks, as without it."""
+    spec = load("Qwen3.5-27B").spec
+    states = spec._replace(components=tuple(c for c in spec.components if c.rule is Rule.STATE))
+    assert rank_allocation(states, 1, Parallel(4, 1, 4), Engine()) == rank_allocation(states, 1, Parallel(4), Engine())
 
 
 def test_pipeline_stages_divide_layers_and_add_none():

@@ -126,6 +126,22 @@ def test_a_refusal_names_its_field_and_exits_1(run, tmp_path):
         ("size breakeven Llama-3.1-8B --price gold=1", 1, "price: expected one of gpu"),
         ("size transfer Llama-3.1-8B --cached 2048", 1, "cached: expected less"),
         ("size tiers Llama-3.1-8B --host 1GB --hits 0.5", 1, "hits: expected"),
+        ("size model Llama-3.1-8B --block 0", 2, "'--block': 0 is not in the range"),
+        ("size model Llama-3.1-8B --tp 4 --dcp 8", 1, "dcp: expected a divisor of tp=4"),
+        ("size model Llama-3.1-8B --kv-dtype fp8_ds_mla", 1, "kv-dtype: expected another precision"),
+        ("size model Llama-3.1-8B --observed 32Ki:1GiB:0", 2, "'--observed': tokens: expected at least one"),
+        ("size model Llama-3.1-8B --observed 32Ki:1G:5", 2, "'--observed': bytes: expected bytes with a unit"),
+        ("size fit Llama-3.1-8B --in 0", 2, "'--in': prompt: expected at least one token"),
+        ("size fit Llama-3.1-8B --rate nan", 2, "rate: expected a number of 0 or more"),
+        ("size fit Llama-3.1-8B --dp 0", 2, "'--dp': 0 is not in the range"),
+        ("size breakeven Llama-3.1-8B --link 0GB/s", 1, "link: expected a rate"),
+        ("size breakeven Llama-3.1-8B --price gpu=inf", 1, "price gpu: expected a number"),
+        ("size breakeven Llama-3.1-8B --tp 2 --dcp 4", 1, "dcp: expected a divisor of tp=2"),
+        ("size transfer Llama-3.1-8B --nics 0", 2, "'--nics': 0 is not in the range"),
+        ("size tiers Llama-3.1-8B --hits nan", 1, "hits: expected one ratio"),
+        ("size tiers Mistral-7B-v0.1 --checkpoint-every 0 --host 1GB", 1, "checkpoint-every: expected a distance"),
+        ("size trace trace.jsonl --model Llama-3.1-8B --limit -1", 2, "'--limit': -1 is not in the range"),
+        ("size trace trace.jsonl --model Llama-3.1-8B --html gone/page.html", 1, "html: expected a file"),
         ("size trace gone.jsonl --model Llama-3.1-8B", 1, "trace: expected"),
         ("size trace trace.jsonl --model Mistral-7B-v0.1 --checkpoint-every 0", 1, "checkpoint-every: expected"),
     ],
@@ -225,6 +241,24 @@ def test_measured_links_replace_defaults(run, tmp_path):
     assert out["sources"]["tiers"]["read_load"] == "measured"
     assert out["tiers"][1]["read_load"] == pytest.approx(50 * 8192 * 0.2 * 131072 / 1e9)
     assert any("host memory copies 1.0 GB/s" in note for note in out["notes"])
+
+
+@pytest.mark.parametrize(("model", "ranks", "faster"), [("Llama-3.1-70B", 4, 4), ("DeepSeek-V3", 8, 1)])
+def test_each_rank_loads_over_its_own_link(run, model, ranks, faster):
+    """Four ranks bring their heads at four times the speed of one; each of eight brings all of a latent."""
+    line = f"size trace trace.jsonl --model {model} --device 0B --host 900TB --host-link 1MB/s --json --tp "
+    one, many = (json.loads(run(line + str(n)))["ttft"][2]["p95_s"] for n in (1, ranks))
+    assert one / many == pytest.approx(faster, rel=0.01)
+    line = f"size tiers {model} --device 640GB --host 64TB --host-link 1GB/s --hits 0,0.5 --json --tp "
+    one, many = (json.loads(run(line + str(n)))["tiers"][1]["read_load"] for n in (1, ranks))
+    assert one / many == pytest.approx(faster, rel=0.01)
+
+
+def test_a_log_tells_the_pool_of_one_rank(run):
+    """Qwen3-14B at TP 2 has twice the tokens in the same pool a GPU, as the engine logs it."""
+    one, two = (json.loads(run(f"size model Qwen3-14B --tp {n} --observed 32768:6.51GiB:42656 --json")) for n in (1, 2))
+    assert one["planned_tokens"] == 42663
+    assert two["planned_tokens"] == 2 * 42663 or two["planned_tokens"] == 2 * 42663 + 1
 
 
 def test_the_planner_needs_nothing_but_click_and_rich():

@@ -22,7 +22,7 @@ from kvtier.sizing.cost import attention_flops, causal_saving, prefill_flops, se
 from kvtier.sizing.hardware import Hardware, Link, Source
 from kvtier.sizing.models import load, table
 from kvtier.sizing.plan import Deployment
-from kvtier.sizing.transfer import Move, transfer_report
+from kvtier.sizing.transfer import Move, sent_bytes, transfer_report
 
 HARDWARE = Hardware()
 SPECS = [load(row["name"]).spec for row in table()]
@@ -88,6 +88,23 @@ def test_each_rank_loads_its_own_heads():
     assert rank_bytes(CASES["Llama-3.3-70B"][0], 8192) == 8192 * 327680 // 4
     assert rank_bytes(CASES["DeepSeek-V3"][0], 8192) == 8192 * 70272
     assert rank_bytes(on("Qwen3-235B-A22B", tp=8), 64) == 64 * 192512 // 4
+
+
+def test_context_parallel_ranks_load_their_own_tokens():
+    """With DCP 8 a rank loads an eighth of the latents, but all index keys."""
+    d = CASES["DeepSeek-V3"][0]
+    assert rank_bytes(d._replace(par=d.par._replace(dcp=8)), 8192) == 8192 * 70272 // 8
+    d = on("DeepSeek-V3.2", tp=8)
+    assert rank_bytes(d._replace(par=d.par._replace(dcp=8)), 8192) == 8192 * 61 * (1152 // 8 + 132)
+
+
+def test_a_chunk_looks_back_to_its_own_beginning():
+    """Two chunks of Llama 4 take twice the attention of one in its chunked layers, not three times."""
+    spec = load("Llama-4-Scout").spec
+    (chunked,) = [c for c in spec.components if c.name == "chunk"]
+    only = spec._replace(components=(chunked,))
+    assert attention_flops(only, 0, 2 * 8192) == 2 * attention_flops(only, 0, 8192)
+    assert attention_flops(only, 8192, 100) == attention_flops(only, 0, 100)
 
 
 def test_causal_saving_has_the_reference_values():
@@ -190,3 +207,13 @@ def test_a_cached_prefix_is_not_sent():
     (row,) = transfer_report(d, Move(2048, 1024, 5.0), [HARDWARE.link("100Gbps")], ("",)).as_json()["transfers"]
     assert row["sent_bytes"] == 2**29
     assert row["link_load"] == pytest.approx(5 * 2**29 / 12.5e9)
+
+
+def test_states_and_windows_are_sent_whatever_is_cached():
+    """A state is that of the last token, a window the last tokens; what lies before is at the decode side."""
+    qwen, oss = on("Qwen3.5-27B"), on("gpt-oss-120b")
+    state = qwen.model.spec.fixed
+    assert sent_bytes(qwen.model.spec, Move(8192)) == 8192 * 65536 + state
+    assert sent_bytes(qwen.model.spec, Move(8192, 7168)) == 1024 * 65536 + state
+    assert sent_bytes(oss.model.spec, Move(8192, 7168)) == (1024 + 128) * 36864
+    assert sent_bytes(oss.model.spec, Move(8192, 8092)) == (100 + 100) * 36864

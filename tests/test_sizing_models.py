@@ -186,6 +186,19 @@ def test_layer_types_of_deepseek_v4_mean_the_same_as_its_ratios():
         (gqa(model_type="glm_moe_dsa", kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128,
              indexer_types=["full", "odd"]), "indexer_types[1]"),
         (gqa(model_type="minimax_text_01"), "attn_type_list"),
+        (gqa(model_type="minimax_text_01", attn_type_list=["a"] * 2), "attn_type_list"),
+        (gqa(attn_type_list=3), "attn_type_list"),
+        (gqa(layer_types=[["full_attention"]] * 2), "layer_types"),
+        (gqa(sliding_window=8, sliding_window_pattern=[1]), "sliding_window_pattern"),
+        (gqa(model_type="mistral", sliding_window=8, max_position_embeddings="8k"), "max_position_embeddings"),
+        (gqa(model_type="nemotron-nas", block_configs=[1, 2]), "block_configs"),
+        (gqa(model_type="nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": "x"}}] * 2),
+         "block_configs"),
+        (gqa(model_type="minimax_m3", sparse_attention_config=[1]), "sparse_attention_config"),
+        (gqa(model_type="mpt", attn_config=5), "attn_config"),
+        (gqa(model_type="mpt", attn_config={"kv_n_heads": "x"}), "attn_config.kv_n_heads"),
+        (gqa(model_type="nemotron_h", hybrid_override_pattern=5), "hybrid_override_pattern"),
+        (gqa(num_hidden_layers=10**30), "num_hidden_layers"),
         (gqa(model_type="qwen3_next", mamba_ssm_dtype="float8", linear_num_key_heads=1, linear_num_value_heads=1,
              linear_key_head_dim=1, linear_value_head_dim=1), "mamba_ssm_dtype"),
     ],
@@ -307,6 +320,16 @@ def test_unreadable_configs_are_refused(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(Exception, match="JSON object"):
         load(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(gqa(intermediate_size="wide")))
+    with pytest.raises(Exception, match="intermediate_size: expected"):
+        load(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(gqa()))
+    for beside in ("hf_quant_config.json", "model.safetensors.index.json"):
+        for text in ("{", "[1]"):
+            (tmp_path / beside).write_text(text)
+            with pytest.raises(Exception, match=f"{beside}: expected"):
+                load(str(tmp_path))
+        (tmp_path / beside).unlink()
 
 
 def test_a_name_that_is_nearly_right_is_told_so():

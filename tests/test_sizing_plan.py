@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.sizing.alloc import Engine, Parallel
-from kvtier.sizing.analyse import Plan, analyse, bottleneck, device_pool, gpus_saved, trace_report
+from kvtier.sizing.analyse import (
+    Plan,
+    analyse,
+    bottleneck,
+    device_pool,
+    gpus_saved,
+    held_share,
+    token_bytes,
+    trace_report,
+)
 from kvtier.sizing.curve import Trace
-from kvtier.sizing.fit import Load, concurrency, fit_report, pool_of
+from kvtier.sizing.fit import Load, concurrency, fit_report, pool_of, step_s
 from kvtier.sizing.hardware import Hardware, Link, Source, worst
 from kvtier.sizing.html import trace_page
 from kvtier.sizing.linkfit import Fitted, Measured, Sample, fit_link, replace_tables, sweep_sizes, toml_of
@@ -71,6 +80,36 @@ def test_a_shared_prefix_is_held_once():
     assert shared.at_once > 10 * alone.at_once
 
 
+def test_a_shared_prefix_shares_no_states_and_no_later_windows():
+    """Each request of Qwen3.5-27B has its own states beside its own blocks, each of gpt-oss its own windows."""
+    qwen, page = on("Qwen3.5-27B"), 784 * 4096
+    state, pool = 48 * page, 53_900_000_000
+    got = concurrency(qwen, pool, Load(8192, 512, shared=8000)).at_once
+    assert got == (pool - 11 * 16 * page - state) // (2 * 16 * page + state)
+    oss = on("gpt-oss-120b")._replace(engine=Engine(16, True, 2048))
+    window = (-(-(127 + 2048) // 16) + 1) * 16
+    got = concurrency(oss, pool, Load(81920, 5120, shared=80000)).at_once
+    assert got == (pool - (80000 + window) * 36864) // ((7040 + window) * 36864)
+
+
+def test_a_decode_step_reads_what_a_rank_really_has():
+    """Every rank reads all of MLA's latent; a token goes through all stages; heads and tokens are dealt out."""
+
+    def requests_s(par, model="DeepSeek-V3"):
+        d = on(model, "H200", par)
+        return (
+            (step_s(d, 3000, 8192) - step_s(d, 2000, 8192)) * d.gpu.hbm_bps * d.hardware.constant("hbm_efficiency")[0]
+        )
+
+    latents = 1000 * 8192 * 70272
+    assert requests_s(Parallel(8)) == pytest.approx(latents)
+    assert requests_s(Parallel(8, 1, 8)) == pytest.approx(latents / 8)
+    assert requests_s(Parallel(8, 2)) == pytest.approx(latents / 2)
+    assert requests_s(Parallel(8), "Llama-3.1-70B") == pytest.approx(1000 * 8192 * 327680 / 8)
+    one, four = (step_s(on("Llama-3.1-8B", par=Parallel(1, n)), 1, 0) for n in (1, 4))
+    assert four == one
+
+
 def test_replicas_multiply_requests_not_bytes():
     """Data parallelism divides nothing of one request and doubles what runs at once."""
     one, two = (fit_report(on("Llama-3.1-8B", replicas=n), Load(8192, 512)) for n in (1, 2))
@@ -125,6 +164,32 @@ def test_hits_must_match_the_tiers(hits):
     asked = Asked([Tier("device", 10**10), Tier("host", 10**11, FAST)], 1.0, 8192, 512, 32_000, hits, True, 0)
     with pytest.raises(KvtierError, match="hits: expected"):
         tiers_report(on("Llama-3.1-8B"), asked)
+
+
+def test_inclusive_tiers_reach_as_far_as_the_largest():
+    """Not as far as the last, which may be smaller."""
+    tiers = [Tier("device", 10**10), Tier("host", 10**12, FAST), Tier("disk", 10**11, SLOW)]
+    asked = Asked(tiers, 1.0, 8192, 512, 32_000, None, False, 4096)
+    assert tiers_report(on("Llama-3.1-8B"), asked).get("distinct_tokens") == 10**12 // (64 * 131072) * 64
+
+
+def test_a_replicated_byte_takes_its_room_on_every_rank():
+    """DeepSeek-V3 at TP 8 keeps a token eight times in GPU memory; 70B's heads are dealt out, and kept once."""
+    eight = Parallel(8)
+    for model, copies in (("DeepSeek-V3", 8), ("Llama-3.1-70B", 1), ("Qwen3-235B-A22B", 2)):
+        d = on(model, par=eight)
+        assert held_share(d) * 8 == copies
+        held, per_token = Tier("device", 640 * 10**9, copies=held_share(d) * 8), token_bytes(d, 0)
+        assert held.holds(64 * per_token) == int(640e9 / copies / (64 * per_token))
+
+
+def test_a_length_that_is_given_is_that_of_the_whole_trace():
+    """Where the first half is not counted, what is counted took half of it, as with the trace's own times."""
+    trace, d = conversation(), on("Llama-3.1-8B")
+    own = analyse(trace, d, plan(40, 100, warmup=0.5))
+    given = analyse(trace, d, plan(40, 100, warmup=0.5, seconds=trace.seconds))
+    assert given.seconds == own.seconds
+    assert given.flow == own.flow
 
 
 def conversation(users=20, turns=6, block=64):
@@ -254,13 +319,23 @@ def test_a_toml_file_overrides_the_defaults(tmp_path):
         ('[gpu.New]\nmemory = "1G"\nhbm = "1TB/s"\nbf16 = 1', "gpu.New.memory"),
         ('[gpu.New]\nmemory = "1GiB"\nhbm = "1TB/s"\nbf16 = "x"', "gpu.New.bf16"),
         ('[gpu.New]\nmemory = "1GiB"\nhbm = "1TB/s"\nbf16 = 1\nsource = "told"', "gpu.New.source"),
+        ('[gpu.New]\nmemory = "1GiB"\nhbm = "1TB/s"\nbf16 = 0', "gpu.New.bf16"),
+        ('[gpu.New]\nmemory = "1GiB"\nhbm = "0TB/s"\nbf16 = 1', "gpu.New.hbm"),
+        ("[price]\ngpu_hour = 3", "price.gpu_hour"),
+        ('[price]\ngpu_hour = { H100 = "dear" }', "price.gpu_hour.h100"),
+        ("[price]\ndram_gb_month = nan", "price.dram_gb_month"),
+        ("[plan]\nhbm_efficiency = 0", "plan.hbm_efficiency"),
     ],
 )
 def test_a_wrong_override_names_its_field(tmp_path, text, field):
     """Section and key of what is wrong, when it is used at the latest."""
     (tmp_path / "h.toml").write_text(text)
+
+    def use(h):
+        return h.price("dram_gb_month"), h.gpu_hour("H100"), h.constant("hbm_efficiency"), h.gpu("New")
+
     with pytest.raises(KvtierError) as caught:
-        Hardware(tmp_path / "h.toml").gpu("New")
+        use(Hardware(tmp_path / "h.toml"))
     assert caught.value.field == field
 
 

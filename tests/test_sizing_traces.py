@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -122,6 +123,11 @@ def test_json_lines_and_npz_agree(tmp_path_factory, paths):
         ('{"hash_ids": [1], "block_size": 64}\n{"hash_ids": [1], "block_size": 32}', "t.jsonl:2 block_size"),
         ('{"hash_ids": [1], "input_length": -5}', "t.jsonl:1 input_length"),
         ('{"chunk_hashes": ["0x1"], "seq_len": 300}', "t.jsonl:1 chunk_size"),
+        ('{"hash_ids": [[1]]}', "t.jsonl:1 hash_ids"),
+        ('{"hash_ids": [1], "timestamp": "noon"}', "t.jsonl:1 timestamp"),
+        ('{"hash_ids": [1], "timestamp": Infinity}', "t.jsonl:1 timestamp"),
+        ('{"hash_ids": [1], "output_length": "long"}', "t.jsonl:1 output_length"),
+        ('{"chunk_hashes": [1], "chunk_size": 8, "shapes": [["a"]], "dtypes": ["int8"]}', "t.jsonl:1 shapes"),
         ("", "trace"),
     ],
 )
@@ -141,6 +147,12 @@ def test_a_bad_line_is_named(tmp_path, text, field):
         (npz(dpar=np.array([5], np.int32)), "t.npz dpar"),
         (npz(dpar=np.array([-5], np.int32)), "t.npz dpar"),
         (npz(leaf=np.array([0.5])), "leaf.npy"),
+        (npz(leaf=np.array([99], np.int32)), "t.npz leaf"),
+        (npz(leaf=np.array([-2], np.int32)), "t.npz leaf"),
+        (npz(leaf=np.array([], np.int32)), "trace"),
+        (npz(inp=np.array([], np.int32)), "t.npz inp"),
+        (npz(inp=np.array([-1] * 99, np.int32)), "t.npz inp"),
+        (npz(bs=np.array([0], np.int32)), "t.npz bs"),
     ],
 )
 def test_a_bad_archive_is_named(tmp_path, raw, field):
@@ -157,3 +169,21 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         load_trace([tmp_path / "gone.jsonl"])
     with pytest.raises(KvtierError, match="trace"):
         load_trace([tmp_path])
+
+
+@pytest.mark.parametrize("name", ["t.jsonl.gz", "t.jsonl.zst", "t.npz.zst"])
+def test_packed_files_that_are_damaged_are_named(tmp_path, name):
+    """What they should be, and which one it is."""
+    (tmp_path / name).write_bytes(b"neither of them")
+    with pytest.raises(KvtierError, match=rf"trace: expected \w+ data .*{name}"):
+        load_trace([tmp_path / name])
+
+
+def test_arrays_that_are_cut_are_named(tmp_path):
+    """Within a header, or within a number."""
+    for size in (20, -1):
+        with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive, io.BytesIO() as out:
+            np.save(out, np.array([0, 0], np.int32))
+            archive.writestr("dpar.npy", out.getvalue()[:size])
+        with pytest.raises(KvtierError, match=r"dpar\.npy: expected"):
+            load_trace([tmp_path / "t.npz"])

@@ -9,16 +9,41 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import click
 
 OK: Final = 0
 REFUSED: Final = 1
 NO_DAEMON: Final = 2
+MOST_S: Final = 1e6
 
 R = TypeVar("R")
 Data = dict[str, Any]
+
+if TYPE_CHECKING:
+    Param = click.ParamType[float]
+else:
+    Param = click.ParamType  # not generic before click 8.2
+
+
+class Seconds(Param):
+    """An option in seconds: no less than none, and not for ever."""
+
+    name = "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The seconds."""
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds <= MOST_S:
+            self.fail(f"expected seconds from 0 to {MOST_S:.0f}, got {value!r}", param, ctx)
+        return seconds
+
+
+SECONDS: Final = Seconds()
 
 
 class Admin:

@@ -216,5 +216,7 @@ def _send(admin: Admin, number: int, source: BinaryIO, record: Record) -> None:
     left = record.payload_bytes
     while left:
         data = source.read(min(left, CHUNK_BYTES))
+        if not data:
+            raise bad(source.name, "a file that stays whole while it is imported")
         admin.ask(wire.ImportData(number, data), wire.Info)
         left -= len(data)

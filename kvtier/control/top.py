@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from kvtier import views, wire
-from kvtier.control.call import Call, Data, verb
+from kvtier.control.call import SECONDS, Call, Data, verb
 
 
 @click.command()
-@click.option("--interval", default=1.0, show_default=True, help="Seconds between readings.")
-@click.option("--count", default=0, help="Readings to show; without it, until interrupted.")
+@click.option("--interval", type=SECONDS, default=1.0, show_default=True, help="Seconds between readings.")
+@click.option("--count", type=click.IntRange(0), default=0, help="Readings to show; without it, until interrupted.")
 @verb
 def top(call: Call, show: bool, interval: float, count: int) -> Data:
     """What happens now: hits by tier, bytes by direction, latency and queues; --json prints the last reading."""

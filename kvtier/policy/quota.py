@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
-from kvtier.types import Tier, bad
+from kvtier.types import SCOPE, Tier, bad
 
-KINDS: Final = ("cache", "tenant", "scope")
+KINDS: Final = {
+    "cache": (re.compile(r"[0-9a-f]{1,64}", re.IGNORECASE), "the beginning of an id in hex"),
+    "tenant": (re.compile(r"([0-9a-f]{2})+", re.IGNORECASE), "a salt in hex"),
+    "scope": (SCOPE, "uid:N or uid:N:LABEL"),
+}
+"""What a rule may be about: how that is named, for programs and for people."""
 TIERS: Final = {"device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
 MOST: Final = 64
 
@@ -38,6 +44,9 @@ def parse(text: str, size: Callable[[str], int]) -> list[Rule]:
         (kind, _, name), *rest = words
         if kind not in KINDS or not name:
             raise bad("quotas", f"a rule that begins with one of {', '.join(KINDS)} and a value", part)
+        right, called = KINDS[kind]
+        if not right.fullmatch(name):
+            raise bad("quotas", f"{kind}= and {called}", name)
         limits = {}
         for tier, _, value in rest:
             try:

@@ -9,16 +9,20 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import click
 
 from kvtier.policy import DEFAULT, every
+from kvtier.sizing.options import COUNT, NUMBER
+from kvtier.sizing.units import parse_bytes
+from kvtier.tiers.cells import CELLS_PER_SLAB_MIN
 from kvtier.types import KvtierError, Tier, bad
 
 Data = dict[str, Any]
-_CAPACITY = re.compile(r"(\d+(?:\.\d+)?)(%|[KMGT]i?B)?", re.IGNORECASE)
-_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_CAPACITY = re.compile(r"(\d+(?:\.\d+)?)(%|[A-Za-z]+)?")
+LEAST_DISK: Final = CELLS_PER_SLAB_MIN
+TIERS: Final = (Tier.HOST, Tier.DISK)
 
 
 class Capacity(NamedTuple):
@@ -30,7 +34,12 @@ class Capacity(NamedTuple):
 
 def capacity(text: str, blocks: int, page_bytes: int) -> Capacity:
     """Pages of 5%, 1000, 64GiB, or 1%+4% for two tiers. Raises bad_request."""
-    return Capacity(text, tuple(_pages(part.strip(), blocks, page_bytes) for part in text.split("+")))
+    pages = tuple(_pages(part.strip(), blocks, page_bytes) for part in text.split("+"))
+    if len(pages) > len(TIERS):
+        raise bad("capacity", "room in host, or in host and on disk", text)
+    if len(pages) > 1 and pages[1] < LEAST_DISK:
+        raise bad("capacity", f"at least {LEAST_DISK} blocks on disk", text)
+    return Capacity(text, pages)
 
 
 def _pages(text: str, blocks: int, page_bytes: int) -> int:
@@ -43,7 +52,7 @@ def _pages(text: str, blocks: int, page_bytes: int) -> int:
     elif unit:
         if not page_bytes:
             raise bad("capacity", "a share or a number of blocks, or --token-bytes to go with a size", text)
-        pages = int(number * _UNITS[unit[0].lower()]) // page_bytes
+        pages = parse_bytes(text, "capacity") // page_bytes
     else:
         pages = int(number)
     if pages < 1:
@@ -70,17 +79,20 @@ def policies(as_json: bool) -> None:
         click.echo(f"{mark} {each.name:{width}}  {each.summary}\n    {each.path}")
 
 
+FROM_0: Final = click.IntRange(0)
+
+
 def _traced(command: Callable[..., None]) -> Callable[..., None]:
     """Options that say what is replayed."""
     for option in reversed(
         [
-            click.option("--limit", default=0, help="Only the first so many requests."),
+            click.option("--limit", type=FROM_0, default=0, help="Only the first so many requests."),
             click.option("--warmup", default="0%", show_default=True, help="Share of the requests not counted."),
-            click.option("--sessions", default=0, help="Sessions to lay over each other, where times are per session."),
-            click.option("--hours", default=0.0, help="Hours within which they begin  [1 for 15 sessions]"),
-            click.option("--block", default=512, show_default=True, help="Tokens a block of such a trace is made."),
-            click.option("--seed", default=1, show_default=True, help="Which sessions, and when."),
-            click.option("--token-bytes", default=0, help="KV of one token, for sizes and bytes moved."),
+            click.option("--sessions", type=FROM_0, default=0, help="Sessions overlaid, where times are per session."),
+            click.option("--hours", type=NUMBER, default=0.0, help="Hours in which they begin  [1 for 15 sessions]"),
+            click.option("--block", type=COUNT, default=512, show_default=True, help="Tokens a block is made there."),
+            click.option("--seed", type=FROM_0, default=1, show_default=True, help="Which sessions, and when."),
+            click.option("--token-bytes", type=FROM_0, default=0, help="KV of one token, for sizes and bytes moved."),
         ]
     ):
         command = option(command)
@@ -135,7 +147,8 @@ def _replayed(files: tuple[Path, ...], wanted: list[str], names: list[str], opti
     first = int(len(requests.leaf) * _share(options["warmup"]))
     bounds: dict[int, float] = {}
     for each, name in product([capacity(text, requests.blocks, page_bytes) for text in wanted], names):
-        outcome = asyncio.run(drive(requests, name, each.pages, first))
+        all_of_it = max(requests.blocks, LEAST_DISK)  # more room than that changes nothing
+        outcome = asyncio.run(drive(requests, name, [min(pages, all_of_it) for pages in each.pages], first))
         total = sum(each.pages)
         if total not in bounds and not options["no_bound"]:
             bounds[total] = belady(requests, total, first)
@@ -154,7 +167,7 @@ def _replayed(files: tuple[Path, ...], wanted: list[str], names: list[str], opti
                     "hit_tokens": outcome.hit_tokens[tier],
                     "hit_ratio": outcome.hit_tokens[tier] / outcome.asked_tokens if outcome.asked_tokens else 0.0,
                 }
-                for tier, pages in zip((Tier.HOST, Tier.DISK), each.pages, strict=False)
+                for tier, pages in zip(TIERS, each.pages, strict=False)
             },
             "pages_moved": outcome.moved,
             "bytes_moved": sum(outcome.moved.values()) * (page_bytes or outcome.page_bytes),

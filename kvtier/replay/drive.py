@@ -15,6 +15,7 @@ from kvtier.replay.trace import Requests
 from kvtier.store import Store
 from kvtier.store.curves import Curves
 from kvtier.store.ways import Ways
+from kvtier.tiers.cells import CELLS_PER_SLAB_MIN
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import PAGE_ALIGN, Kind
@@ -79,9 +80,11 @@ async def replay(requests: Requests, policy: str, pages: Sequence[int], first: i
         disk = None
         if len(pages) > 1:
             size = pages[1] * PAGE_ALIGN
-            disk = DiskTier(folder, size, slab_bytes=size, linger_s=0.0, sync=False, post=loop.call_soon_threadsafe)
+            slab = _disk_slab(pages[1]) * PAGE_ALIGN
+            disk = DiskTier(folder, size, slab_bytes=slab, linger_s=0.0, sync=False, post=loop.call_soon_threadsafe)
         host = HostTier(room, slab_bytes=_slab(pages[0]) * PAGE_ALIGN, hugepages="never", prefault=False)
         store = Store(host, disk, cap=1.0, ways=ways)
+        store.parts.persist.reserve = 0
         await store.start()
         try:
             engine = _Engine(store, requests.name)
@@ -97,6 +100,11 @@ def _slab(pages: int) -> int:
     while 0 < pages % slots < slots // 8 + 1:
         slots += 1
     return slots
+
+
+def _disk_slab(pages: int) -> int:
+    """Cells of the largest slab of which a whole number is as many pages."""
+    return next((size for size in range(pages // CELLS_PER_SLAB_MIN, 1, -1) if not pages % size), 1)
 
 
 async def _drive(engine: _Engine, clock: Clock, requests: Requests, first: int) -> Outcome:

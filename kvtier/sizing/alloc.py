@@ -47,11 +47,22 @@ def head_share(heads: int, tp: int) -> float:
     return max(1, -(-heads // tp)) / heads if heads else 1.0
 
 
+def rank_share(c: Component, par: Parallel) -> float:
+    """The part of a component's stored bytes that one rank of a stage has: its heads, of its share of the tokens."""
+    split = _token_ways(c, par)
+    return head_share(c.heads, par.tp // split) / split
+
+
+def _token_ways(c: Component, par: Parallel) -> int:
+    """Ranks that a component's tokens are dealt out to: states have none, and index keys are replicated under DCP."""
+    return par.dcp if c.rule is Rule.LINEAR and c.name != "indexer" else 1
+
+
 def _rank_bytes(c: Component, par: Parallel) -> int:
     """Bytes of one unit of one layer on one rank."""
     if not c.heads:
         return c.unit_bytes
-    local = max(1, -(-c.heads // (par.tp // par.dcp)))
+    local = max(1, -(-c.heads // (par.tp // _token_ways(c, par))))
     return -(-c.unit_bytes * local // c.heads)
 
 
@@ -86,25 +97,27 @@ def _reserved(c: Component, tokens: int, block: int, engine: Engine) -> int:
     return min(full, (-(-(c.span - 1 + engine.batched_tokens) // block) + 1) * block)
 
 
-def rank_allocation(spec: Spec, tokens: int, par: Parallel, engine: Engine) -> int:
-    """Bytes on one rank of the fullest pipeline stage for one sequence."""
+def rank_allocation(spec: Spec, tokens: int, par: Parallel, engine: Engine, shared: int = 0) -> int:
+    """Bytes on one rank of the fullest pipeline stage for one sequence.
+
+    With `shared`: what it has alone where whole blocks of so many leading tokens are others' too. Its states are.
+    """
     check(spec, par)
     block = unified_block(spec, par, engine.block)
     page = _state_page(spec, par)
     widest = max((_rank_bytes(c, par) for c in spec.components if c.rule is Rule.LINEAR), default=0)
     pad = max(0, block * widest - page) if page else 0
-    full = -(-tokens // block) * block
+    full, held = -(-tokens // block) * block, shared // block * block
     total = 0
     for c in spec.components:
         layers = -(-c.layers // par.pp)
         unit = _rank_bytes(c, par)
         if c.rule is Rule.LINEAR:
-            split = 1 if c.name == "indexer" else par.dcp  # index keys are replicated under DCP
-            total += layers * unit * (-(-full // split))
+            total += layers * unit * (-(-(full - held) // _token_ways(c, par)))
         elif c.rule in CAPPED:
-            total += layers * unit * _reserved(c, tokens, block, engine)
+            total += layers * unit * min(full - held, _reserved(c, tokens, block, engine))
         elif c.rule is Rule.EVERY:
-            total += layers * unit * -(-full // c.span)
+            total += layers * unit * (-(-full // c.span) - held // c.span)
         else:
             total += layers * unit * (c.span if c.rule is Rule.ENCODER else 1)
     states = max((c.layers for c in spec.components if c.rule is Rule.STATE), default=0)

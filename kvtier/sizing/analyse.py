@@ -6,18 +6,22 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from kvtier.sizing.breakeven import rank_bytes
+from kvtier.sizing.alloc import rank_share
+from kvtier.sizing.breakeven import loaded_bytes
 from kvtier.sizing.curve import Curve, Trace, hit_curve, knee, sample_capacities
 from kvtier.sizing.fit import pool_of
 from kvtier.sizing.hardware import Source
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.replay import belady_hits
 from kvtier.sizing.report import Column, Report, Table, Value
+from kvtier.sizing.spec import stored_slope
 from kvtier.sizing.tiers import Flow, Held, Tier, hold, split_hits
 from kvtier.types import bad
 
 NEAR_CEILING = 0.95
 BUSY = 0.8
+FAR = 1 << 17
+"""Tokens of a sequence in which what grows outweighs what does not."""
 
 
 class Plan(NamedTuple):
@@ -73,23 +77,29 @@ def device_pool(d: Deployment) -> int:
     return max(0, pool_of(d).bytes) * d.par.ranks * d.replicas
 
 
-def token_bytes(d: Deployment, every: int) -> float:
-    """Bytes in a tier for each token, resumable points included at the given distance."""
+def held_share(d: Deployment) -> float:
+    """The part of a sequence's KV that each rank has, and loads over its own link; all of a latent."""
     spec = d.model.spec
-    return float(spec.slope) + (spec.checkpoint / every if every else 0.0)
+    sizes = {c: loaded_bytes(spec._replace(components=(c,)), FAR) for c in spec.components}
+    whole = sum(sizes.values())
+    return sum(size * rank_share(c, d.par) for c, size in sizes.items()) / whole / d.par.pp if whole else 1.0
+
+
+def token_bytes(d: Deployment, every: int) -> float:
+    """Bytes in a tier for each token, resumable points included; raises bad_request where that is nothing."""
+    size = stored_slope(d.model.spec, every)
+    if size <= 0:
+        raise bad("checkpoint-every", "a distance in tokens, for a model that keeps nothing a token", every)
+    return size
 
 
 def analyse(trace: Trace, d: Deployment, plan: Plan) -> Analysis:
     """Curve, split, flows, times and the word for what holds hits back."""
     per_token = token_bytes(d, plan.checkpoint_every)
-    if per_token <= 0:
-        raise bad(
-            "checkpoint-every", "a distance in tokens, for a model that keeps nothing a token", plan.checkpoint_every
-        )
-    blocks = [int(t.bytes / (per_token * trace.block_tokens)) for t in plan.tiers]
+    blocks = [t.holds(per_token * trace.block_tokens) for t in plan.tiers]
     reaches = list(accumulate(blocks)) if plan.exclusive else list(accumulate(blocks, max))
     curve = hit_curve(trace, reaches, plan.warmup)
-    seconds = plan.seconds or trace.seconds * (1 - plan.warmup) or 1.0
+    seconds = (plan.seconds or trace.seconds) * (1 - plan.warmup) or 1.0
     hits = split_hits(curve, blocks, plan.exclusive)
     prompt = curve.tokens / seconds
     flow = Flow(prompt, prompt * (1 - sum(hits)), tuple(h * prompt for h in hits))
@@ -125,16 +135,13 @@ class _Clock:
         self.compute = d.compute()
         self.spec = d.model.spec
         self.layers = max(1, sum(c.layers for c in self.spec.components))
-        far = 1 << 17
-        whole = token_bytes(d, plan.checkpoint_every)
-        share = rank_bytes(d, far) / max(1, rank_bytes(d._replace(par=d.par._replace(tp=1, dcp=1, pp=1)), far))
-        self.per_token = [whole * share if t.name == "host" else whole for t in plan.tiers]
+        self.per_token = token_bytes(d, plan.checkpoint_every)
         self.links = [t.link for t in plan.tiers]
 
     def load_s(self, tier: int, tokens: int) -> float:
         """Seconds to bring a hit of `tokens` from a tier."""
         link = self.links[tier]
-        return link.load_s(tokens * self.per_token[tier]) if link and tokens else 0.0
+        return link.load_s(tokens * self.per_token) if link and tokens else 0.0
 
 
 def _times(trace: Trace, d: Deployment, plan: Plan, curve: Curve) -> tuple[list[Timing], list[Losing]]:
@@ -164,7 +171,7 @@ def _times(trace: Trace, d: Deployment, plan: Plan, curve: Curve) -> tuple[list[
             overlapped.append(max(loads[r], own) + min(loads[r], own) / clock.layers)
             before[r] = hit
         out.append(_timing(tier.name, plan.fixed_s, serial, overlapped, prefill))
-        losing.append(Losing(lost[0], lost[1], int(lost[1] * clock.per_token[k])))
+        losing.append(Losing(lost[0], lost[1], int(lost[1] * clock.per_token)))
     return out, losing
 
 
@@ -265,14 +272,14 @@ def curve_table(curve: Curve, block_bytes: float) -> Table:
 def _what_if(a: Analysis, plan: Plan) -> Table:
     """What other choices would do to the hits of all tiers together."""
     per_block = a.curve.block_tokens * a.token_bytes
-    sizes = [t.bytes for t in plan.tiers]
+    sizes = [t.bytes / t.copies for t in plan.tiers]
     lower = min(1, len(sizes) - 1)
 
     def total(sizes: Sequence[float], exclusive: bool, shrink: float = 1.0) -> float:
         return sum(split_hits(a.curve, [int(s / (per_block * shrink)) for s in sizes], exclusive))
 
     def grown(extra: float) -> list[float]:
-        return [s + extra * (i == lower) for i, s in enumerate(sizes)]
+        return [s + extra / plan.tiers[lower].copies * (i == lower) for i, s in enumerate(sizes)]
 
     name = plan.tiers[lower].name
     now = total(sizes, plan.exclusive)
@@ -282,7 +289,7 @@ def _what_if(a: Analysis, plan: Plan) -> Table:
         ("inclusive", total(sizes, False)),
         ("KV of half the bytes (fp8)", total(sizes, plan.exclusive, 0.5)),
         (f"+64 GiB {name}", total(grown(64 * 2**30), plan.exclusive)),
-        (f"{name} twice as large", total(grown(sizes[lower]), plan.exclusive)),
+        (f"{name} twice as large", total(grown(plan.tiers[lower].bytes), plan.exclusive)),
         (f"no {plan.tiers[-1].name}", total(sizes[:-1], plan.exclusive) if len(sizes) > 1 else 0.0),
     ]
     rows = [(name, hit, hit - now) for name, hit in cases]

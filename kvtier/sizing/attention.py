@@ -7,6 +7,7 @@ from typing import Final
 from kvtier.sizing.fields import Fields
 from kvtier.sizing.layers import CHUNK, FULL, WINDOW, Precision, owned, schedule
 from kvtier.sizing.spec import Component, Rule
+from kvtier.types import bad
 
 STATEFUL: Final = (
     "kv_lora_rank", "linear_num_value_heads", "linear_attn_config", "ssm_state_size", "mamba_d_state",
@@ -63,6 +64,8 @@ def nested(f: Fields, p: Precision) -> list[Component]:
     """MPT and DBRX: KV heads sit in attn_config."""
     inner = f.get("attn_config") or {}
     kv = inner.get("kv_n_heads") or f.heads
+    if not isinstance(kv, int):
+        raise bad(f"{f.prefix}attn_config.kv_n_heads", "a positive integer", kv)
     return [layer(p, FULL, (f.heads, kv), (f.head_dim,) * 2)] * f.layers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.sizing.alloc import head_share
+from kvtier.sizing.alloc import rank_share
 from kvtier.sizing.cost import Compute
 from kvtier.sizing.hardware import Link, Source, worst
 from kvtier.sizing.plan import Deployment
@@ -24,11 +24,11 @@ def loaded_bytes(spec: Spec, tokens: int) -> int:
 
 def rank_bytes(d: Deployment, tokens: int) -> int:
     """Bytes that cross one rank's own host link: its heads, or all of a latent that every rank keeps."""
-    spec, tp = d.model.spec, d.par.tp
+    spec = d.model.spec
     total = 0
     for c in spec.components:
         part = spec._replace(components=(c,))
-        total += round(loaded_bytes(part, tokens) * head_share(c.heads, tp))
+        total += round(loaded_bytes(part, tokens) * rank_share(c, d.par))
     return -(-total // d.par.pp)
 
 

@@ -15,8 +15,11 @@ from kvtier.sizing.hardware import Hardware, Link, Source
 from kvtier.sizing.models import load, table
 from kvtier.sizing.options import (
     BYTES,
+    COUNT,
+    NUMBER,
     RATE,
     SECONDS,
+    SOME,
     TOKENS,
     answers,
     default_hardware,
@@ -36,8 +39,8 @@ from kvtier.sizing.size import Ask, Observation, fit_line, logged, size_report
 from kvtier.sizing.tierplan import Asked, tiers_report
 from kvtier.sizing.tiers import Tier
 from kvtier.sizing.transfer import Move, transfer_report
-from kvtier.sizing.units import parse_bytes, parse_tokens
-from kvtier.types import bad
+from kvtier.sizing.units import parse_bytes, parse_some
+from kvtier.types import KvtierError, bad
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -54,14 +57,17 @@ def _observed(_: click.Context, __: click.Parameter, values: tuple[str, ...]) ->
         parts = text.split(":")
         if len(parts) != 3:
             raise click.BadParameter(f"expected MAXLEN:POOL:TOKENS such as 32768:6.51GiB:42656, got {text!r}")
-        out.append(Observation(parse_tokens(parts[0]), parse_bytes(parts[1]), parse_tokens(parts[2])))
+        try:
+            out.append(Observation(parse_some(parts[0]), parse_bytes(parts[1]), parse_some(parts[2])))
+        except KvtierError as exc:
+            raise click.BadParameter(str(exc)) from None
     return out
 
 
 @size.command("model")
 @click.argument("model", required=False)
 @click.option("--list", "list_models", is_flag=True, help="Names of the built-in table.")
-@click.option("--tokens", type=TOKENS, default="128Ki", show_default=True, help="Length of the sequence.")
+@click.option("--tokens", type=SOME, default="128Ki", show_default=True, help="Length of the sequence.")
 @click.option("--page", default=64, show_default=True, help="Tokens of a page in the tiers.")
 @click.option("--checkpoint-every", type=TOKENS, default=0, help="Distance of resumable points  [one, at the end]")
 @click.option("--observed", multiple=True, callback=_observed, help="MAXLEN:POOL:TOKENS from an engine's log.")
@@ -103,7 +109,7 @@ def _against(report: Report, observed: list[Observation]) -> Report:
         values += [Value("fitted_bytes_per_token", slope, "B/token", seen, "pool/tokens = slope + fixed/max_len"),
                    Value("fitted_fixed_bytes", fixed, "B", seen, "a sequence, before its first token")]  # fmt: skip
     last = observed[-1]
-    own = report.get("engine_bytes_per_token")
+    own = report.get("engine_rank_bytes_per_token")
     if own:
         values.append(
             Value(
@@ -123,9 +129,9 @@ def _against(report: Report, observed: list[Observation]) -> Report:
 
 @size.command("fit")
 @click.argument("model")
-@click.option("--in", "prompt", type=TOKENS, default="8192", show_default=True, help="Tokens of a prompt.")
+@click.option("--in", "prompt", type=SOME, default="8192", show_default=True, help="Tokens of a prompt.")
 @click.option("--out", "answer", type=TOKENS, default="512", show_default=True, help="Tokens of an answer.")
-@click.option("--rate", type=float, default=0.0, help="Requests a second: Little's law.")
+@click.option("--rate", type=NUMBER, default=0.0, help="Requests a second: Little's law.")
 @click.option("--shared", type=TOKENS, default=0, help="Tokens that all prompts begin with.")
 @click.option("--hit", type=click.FloatRange(0, 1), default=0.0, help="Part of a prompt found in a cache.")
 @click.option("--pool", type=BYTES, default=0, help="KV pool of a GPU, as the engine logs it.")
@@ -146,7 +152,7 @@ def fit_command(model: str, prompt: int, answer: int, rate: float, shared: int, 
 
 @size.command("breakeven")
 @click.argument("model")
-@click.option("--tokens", type=TOKENS, default="8192", show_default=True, help="Length of the prefix.")
+@click.option("--tokens", type=SOME, default="8192", show_default=True, help="Length of the prefix.")
 @click.option("--suffix", type=TOKENS, default="512", show_default=True, help="New tokens after it.")
 @click.option("--price", "prices", multiple=True, help="gpu=$/h, dram=, nvme=, object=$/GB and month.")
 @click.option("--link", "links", multiple=True, help="A link by name or rate (55GB/s or READ:WRITE:T0)  [all known]")
@@ -173,10 +179,10 @@ def _per_rank(link: Link) -> bool:
 
 @size.command("transfer")
 @click.argument("model")
-@click.option("--tokens", type=TOKENS, default="2048", show_default=True, help="Tokens of a prompt.")
+@click.option("--tokens", type=SOME, default="2048", show_default=True, help="Tokens of a prompt.")
 @click.option("--cached", type=TOKENS, default=0, help="Tokens that the decode side holds already.")
-@click.option("--rate", type=float, default=0.0, help="Requests a second.")
-@click.option("--nics", default=1, show_default=True, help="Links that carry one request side by side.")
+@click.option("--rate", type=NUMBER, default=0.0, help="Requests a second.")
+@click.option("--nics", type=COUNT, default=1, show_default=True, help="Links that carry one request side by side.")
 @click.option("--link", "links", multiple=True, default=("100gbe", "400gbe"), show_default=True, help="Links.")
 @click.option(
     "--quantized", multiple=True, default=("fp8", "int4_g128"), show_default=True, help="KV precisions to compare."
@@ -205,7 +211,7 @@ def tier_options(command: Any) -> Any:
         click.option("--host-link", help="Link to host memory  [the GPU's]"),
         click.option("--peer-link", help="Link to peers  [measured, else 100gbe]"),
         click.option("--disk-link", help="Link to disk  [measured, else nvme4]"),
-        click.option("--dwpd", type=float, help="Writes of the whole disk a day that its rating allows."),
+        click.option("--dwpd", type=NUMBER, help="Writes of the whole disk a day that its rating allows."),
         click.option("--inclusive", is_flag=True, help="Lower tiers hold copies of upper ones (write-through)."),
         click.option(
             "--checkpoint-every", type=TOKENS, default="4096", show_default=True, help="Distance of resumable points."
@@ -223,13 +229,10 @@ def _tiers(o: dict[str, Any], model: str) -> tuple[list[Tier], Any]:
     device = o["device"] if o["device"] is not None else analysis.device_pool(d)
     rated = o["dwpd"] if o["dwpd"] is not None else h.constant("endurance_dwpd")[0]
     host = pick_link(h, o["host_link"], "h2d", d.gpu.link)
+    share = analysis.held_share(d)
     tiers = [
-        Tier("device", device),
-        Tier(
-            "host",
-            o["host"],
-            host._replace(read_bps=host.read_bps * d.par.ranks, write_bps=host.write_bps * d.par.ranks),
-        ),
+        Tier("device", device, copies=share * d.par.ranks),
+        Tier("host", o["host"], host._replace(read_bps=host.read_bps / share, write_bps=host.write_bps / share)),
         Tier("peer", o["peer"], pick_link(h, o["peer_link"], "peer", "100gbe")),
         Tier("disk", o["disk"], pick_link(h, o["disk_link"], "disk", "nvme4"), rated),
     ]
@@ -238,10 +241,10 @@ def _tiers(o: dict[str, Any], model: str) -> tuple[list[Tier], Any]:
 
 @size.command("tiers")
 @click.argument("model")
-@click.option("--rate", type=float, default=1.0, show_default=True, help="Requests a second.")
-@click.option("--in", "prompt", type=TOKENS, default="8192", show_default=True, help="Tokens of a prompt.")
+@click.option("--rate", type=NUMBER, default=1.0, show_default=True, help="Requests a second.")
+@click.option("--in", "prompt", type=SOME, default="8192", show_default=True, help="Tokens of a prompt.")
 @click.option("--out", "answer", type=TOKENS, default="512", show_default=True, help="Tokens of an answer.")
-@click.option("--session", type=TOKENS, default="32k", show_default=True, help="Tokens of a session.")
+@click.option("--session", type=SOME, default="32k", show_default=True, help="Tokens of a session.")
 @click.option("--hits", help="Hit ratio of each tier, such as 0.06,0.14,0.17,0.01.")
 @click.option(
     "--trace", "traces", multiple=True, type=click.Path(path_type=Path, exists=True), help="Take the hits from a trace."
@@ -273,7 +276,7 @@ def tiers_command(model: str, rate: float, prompt: int, answer: int, session: in
     "--warmup", type=click.FloatRange(0, 0.99), default=0.0, help="Part of the requests that only warm the cache."
 )
 @click.option("--coarsen", type=click.IntRange(1), default=1, show_default=True, help="Take so many blocks as one.")
-@click.option("--limit", type=int, default=0, help="Read only the first requests.")
+@click.option("--limit", type=click.IntRange(0), default=0, help="Read only the first requests.")
 @click.option("--duration", type=SECONDS, default=0.0, help="Length of the trace  [its own times]")
 @click.option("--fixed", "fixed_s", type=SECONDS, default="10ms", show_default=True, help="TTFT no cache shortens.")
 @click.option("--no-belady", is_flag=True, help="Leave out the bound on all policies.")
@@ -299,7 +302,10 @@ def trace_command(files: tuple[Path, ...], model: str, warmup: float, coarsen: i
     plan = analysis.Plan(tiers, not o["inclusive"], warmup, fixed_s, duration, o["checkpoint_every"], not no_belady)
     report = analysis.trace_report(analysis.analyse(coarse(load_trace(files, limit), coarsen), d, plan), d, plan)
     if page is not None:
-        page.write_text(trace_page(report, plan.exclusive))
+        try:
+            page.write_text(trace_page(report, plan.exclusive))
+        except OSError as exc:
+            raise bad("html", f"a file that can be written ({exc.strerror})", str(page)) from None
     return report
 
 

@@ -8,10 +8,15 @@ from kvtier.sizing.hardware import Gpu, Source
 from kvtier.sizing.spec import Rule, Spec
 
 
-def _pairs(prefix: int, suffix: int, reach: int) -> float:
-    """Query-key pairs of `suffix` tokens after `prefix`, each looking back at most `reach` tokens (0: at all)."""
+def _pairs(prefix: int, suffix: int, reach: int, chunked: bool) -> float:
+    """Query-key pairs of `suffix` tokens after `prefix`, each looking back at most `reach` tokens (0: at all).
+
+    Or, `chunked`, to the beginning of its own `reach` tokens.
+    """
 
     def from_empty(n: int) -> float:
+        if chunked:
+            return n // reach * reach * reach / 2 + (n % reach) ** 2 / 2
         if reach and n > reach:
             return reach * n - reach * reach / 2
         return n * n / 2
@@ -25,7 +30,8 @@ def attention_flops(spec: Spec, prefix: int, suffix: int) -> float:
     for c in spec.components:
         if c.score_dim:
             thin = c.span if c.rule is Rule.EVERY else 1
-            pairs = c.span * suffix if c.rule is Rule.ENCODER else _pairs(prefix, suffix, c.reach) / thin
+            chunked = c.rule is Rule.CHUNK
+            pairs = c.span * suffix if c.rule is Rule.ENCODER else _pairs(prefix, suffix, c.reach, chunked) / thin
             total += 4 * c.layers * c.score_dim * pairs
     return total
 

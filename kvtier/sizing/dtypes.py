@@ -66,6 +66,8 @@ def parse_dtype(text: str, field: str = "kv-dtype") -> str:
 
 def vector_bytes(dtype: str, d: int, field: str = "kv-dtype") -> int:
     """Bytes of one vector of `d` elements; raises KvtierError for an unknown precision."""
+    if dtype in LATENT:
+        raise bad(field, "another precision, for a model that keeps no latent of 576", dtype)
     if dtype not in DTYPES:
         raise bad(field, f"one of {', '.join(KV_DTYPES)}", dtype)
     return DTYPES[dtype](d)

@@ -103,7 +103,8 @@ def read_config(config: Mapping[str, Any], how: Reading = AS_IS, name: str = "")
         if reader is None:
             known = "an architecture known here (--assume-full gives an upper bound)"
             raise bad(fields.prefix + "model_type", known, fields.model_type)
-        components = reader(fields, precision)
+        with fields.understood():
+            components = reader(fields, precision)
     except KvtierError:
         if not how.assume_full:
             raise

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from kvtier.types import bad
@@ -33,6 +34,9 @@ DEFAULTS: Final[dict[str, dict[str, Any]]] = {
 """What the model's own code assumes where its checkpoints leave a field out."""
 
 
+MOST_LAYERS: Final = 1 << 14
+
+
 class Fields:
     """The language model's part of a config; every access that fails names the field."""
 
@@ -51,10 +55,16 @@ class Fields:
         if not isinstance(kind, str) or not kind:
             raise bad(f"{where}model_type", "the name of an architecture")
         self.model_type = kind
+        self.last = "model_type"
+        """The field that was asked for last without saying what is right there."""
         self.defaults = DEFAULTS.get(kind, {})
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field, an alias of it, the model type's default, or `default`; null counts as absent."""
+        self.last = name
+        return self._find(name, default)
+
+    def _find(self, name: str, default: Any = None) -> Any:
         for key in (name, *ALIASES.get(name, ())):
             value = self.flat.get(key)
             if value is not None:
@@ -63,14 +73,14 @@ class Fields:
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A positive integer; raises KvtierError naming the field."""
-        value = self.get(name, default)
+        value = self._find(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise bad(self.prefix + name, "a positive integer", value)
         return value
 
     def count(self, name: str) -> int:
         """A non-negative integer, 0 when absent."""
-        value = self.get(name, 0)
+        value = self._find(name, 0)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise bad(self.prefix + name, "a non-negative integer", value)
         return value
@@ -82,14 +92,26 @@ class Fields:
             raise bad(self.prefix + name, f"a list of at least {length} entries", value)
         return value
 
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Values of another kind than their readers know are refused by the name of the field that was read last."""
+        try:
+            yield
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as exc:
+            expected = f"what a {self.model_type} config has there ({exc})"
+            raise bad(self.prefix + self.last, expected, self.flat.get(self.last)) from None
+
     def refuse(self, name: str, expected: str) -> Exception:
         """An error about a field that is there but not understood."""
-        return bad(self.prefix + name, expected, self.get(name))
+        return bad(self.prefix + name, expected, self._find(name))
 
     @property
     def layers(self) -> int:
         """Decoder layers."""
-        return self.whole("num_hidden_layers")
+        layers = self.whole("num_hidden_layers")
+        if layers > MOST_LAYERS:
+            raise self.refuse("num_hidden_layers", f"at most {MOST_LAYERS} layers")
+        return layers
 
     @property
     def heads(self) -> int:
@@ -104,5 +126,5 @@ class Fields:
     @property
     def head_dim(self) -> int:
         """Width of a head; hidden size over heads where the config is silent."""
-        given = self.get("head_dim")
+        given = self._find("head_dim")
         return self.whole("head_dim") if given is not None else max(1, self.whole("hidden_size") // self.heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvtier.sizing.alloc import allocation, max_sequence, rank_allocation
+from kvtier.sizing.alloc import allocation, max_sequence, rank_allocation, rank_share
 from kvtier.sizing.hardware import Source, worst
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.report import Report, Value
@@ -62,19 +62,24 @@ def concurrency(d: Deployment, pool: int, load: Load) -> Concurrency:
     length = load.prompt + load.answer
     whole = rank_allocation(d.model.spec, length, d.par, d.engine)
     shared = rank_allocation(d.model.spec, load.shared, d.par, d.engine) if load.shared else 0
-    each = max(1, whole - shared)
+    each = max(1, rank_allocation(d.model.spec, length, d.par, d.engine, load.shared))
     at_once = max(0, (pool - shared) // each)
     slope = max(1.0, whole / length)
     return Concurrency(at_once, int(pool / slope))
 
 
 def step_s(d: Deployment, batch: float, length: float) -> float:
-    """Seconds of one decode step: weights and the batch's KV read once from memory."""
+    """Seconds of one decode step: each rank reads its weights and its part of the batch's KV once from memory.
+
+    A token goes through the pipeline's stages one after the other, each of which has a part of the batch meanwhile.
+    """
     efficiency = d.hardware.constant("hbm_efficiency")[0]
-    weights = d.weights_bytes()[0] / d.par.ranks
+    weights = d.weights_bytes()[0] / d.par.tp
     if d.moe:  # each token of the batch reads its own experts until all are read
         weights *= min(1.0, max(1.0, batch) * d.model.active / d.model.params)
-    kv = batch * d.model.spec.payload(int(length)) / d.par.ranks
+    spec = d.model.spec
+    one = sum(c.layer_bytes() * c.units(int(length)) * rank_share(c, d.par) for c in spec.components)
+    kv = batch * one / d.par.pp
     return (weights + kv) / (d.gpu.hbm_bps * efficiency)
 
 
@@ -119,9 +124,9 @@ def _utilization(d: Deployment, load: Load, requests: float) -> float:
     """Share of a GPU's memory that weights, reserves and the KV of so many requests take."""
     parts = dict(pool_of(d).parts)
     kept = parts["weights"] + parts["reserve"] + parts["activations"]
-    whole = rank_allocation(d.model.spec, load.prompt + load.answer, d.par, d.engine)
+    each = rank_allocation(d.model.spec, load.prompt + load.answer, d.par, d.engine, load.shared)
     shared = rank_allocation(d.model.spec, load.shared, d.par, d.engine) if load.shared else 0
-    return (kept + shared + requests / d.replicas * (whole - shared)) / d.gpu.memory
+    return (kept + shared + requests / d.replicas * each) / d.gpu.memory
 
 
 def _little(load: Load, d: Deployment, fits: Concurrency, ttft: float, tpot: float) -> list[Value]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvtier.sizing.units import parse_bytes, parse_rate, parse_seconds
+from kvtier.sizing.units import parse_bytes, parse_number, parse_rate, parse_seconds
 from kvtier.types import bad
 
 
@@ -64,18 +65,14 @@ class Gpu(NamedTuple):
         return self.fp8_flops if dtype == "fp8" and self.fp8_flops else self.bf16_flops
 
 
+SHARES: Final = ("utilization", "hbm_efficiency", "mfu_dense", "mfu_moe")
+"""Constants that are shares of a whole, and not nothing."""
+
 SECTIONS: Final = ("gpu", "link", "price", "plan")
 
 
 PRICES: Final = {"gpu": "gpu_hour", "dram": "dram_gb_month", "nvme": "nvme_gb_month", "object": "object_gb_month"}
 """Names that a price is given under -> fields of the table."""
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return float(text) >= 0
-    except ValueError:
-        return False
 
 
 class Hardware:
@@ -108,7 +105,9 @@ class Hardware:
                     raise bad(f"{section}.{key}", "a table")
                 known = mine.get(key, {})
                 mine[key] = {**known, "source": "exact", **value}
-            elif key == "gpu_hour" and isinstance(value, Mapping):
+            elif key == "gpu_hour":
+                if not isinstance(value, Mapping):
+                    raise bad("price.gpu_hour", "a table of dollars by kind of GPU", value)
                 mine[key] = {**mine[key], **value}
                 mine.setdefault("given", []).append(key)
             elif key not in mine:
@@ -122,10 +121,13 @@ class Hardware:
         row = self._row("gpu", name)
         where = f"gpu.{name}"
         source = _source(row, where)
-        return Gpu(name, parse_bytes(str(_need(row, "memory", where)), f"{where}.memory"),
-                   parse_rate(str(_need(row, "hbm", where)), f"{where}.hbm"),
-                   _number(row, "bf16", where) * 1e12, _number(row, "fp8", where, 0.0) * 1e12,
-                   str(row.get("link", "pcie5")), source, str(row.get("note", "")))  # fmt: skip
+        gpu = Gpu(name, parse_bytes(str(_need(row, "memory", where)), f"{where}.memory"),
+                  parse_rate(str(_need(row, "hbm", where)), f"{where}.hbm"),
+                  _number(row, "bf16", where) * 1e12, _number(row, "fp8", where, 0.0) * 1e12,
+                  str(row.get("link", "pcie5")), source, str(row.get("note", "")))  # fmt: skip
+        if not gpu.bf16_flops:
+            raise bad(f"{where}.bf16", "dense TFLOPS", row["bf16"])
+        return gpu
 
     def link(self, name: str) -> Link:
         """The link of that name, or one written out as a rate: '7GB/s' or 'READ:WRITE:T0' such as 12GB/s:4GB/s:3ms."""
@@ -153,7 +155,10 @@ class Hardware:
         source = Source.EXACT if name in plan.get("given", ()) else Source.ASSUMED
         if isinstance(value, str):
             return float(parse_bytes(value, f"plan.{name}")), source
-        return _number(plan, name, "plan"), source
+        number = _number(plan, name, "plan")
+        if name in SHARES and not 0 < number <= 1:
+            raise bad(f"plan.{name}", "a share between 0 and 1", value)
+        return number, source
 
     def price(self, name: str) -> tuple[float, Source]:
         """A price per GB and month."""
@@ -165,19 +170,21 @@ class Hardware:
         """Price of a GPU hour, 0 where no one gave one."""
         table = self.data["price"]
         given = "gpu_hour" in table.get("given", ())
-        dollars = {name.lower(): price for name, price in table["gpu_hour"].items()}.get(gpu.lower(), 0.0)
-        return float(dollars), Source.EXACT if given else Source.ASSUMED
+        prices = {name.lower(): price for name, price in table["gpu_hour"].items()}
+        dollars = _number(prices, gpu.lower(), "price.gpu_hour", 0.0)
+        return dollars, Source.EXACT if given else Source.ASSUMED
 
     def set_price(self, text: str) -> None:
         """Take NAME=DOLLARS: gpu an hour; dram, nvme, object a GB and month. Raises KvtierError naming the price."""
         name, _, dollars = text.partition("=")
-        if name not in PRICES or not _is_number(dollars):
+        if name not in PRICES:
             raise bad("price", f"one of {', '.join(PRICES)} as NAME=DOLLARS", text)
+        price = parse_number(dollars, f"price {name}")
         table = self.data["price"]
         if name == "gpu":
-            table["gpu_hour"] = dict.fromkeys(self.data["gpu"], float(dollars))
+            table["gpu_hour"] = dict.fromkeys(self.data["gpu"], price)
         else:
-            table[PRICES[name]] = float(dollars)
+            table[PRICES[name]] = price
         table.setdefault("given", []).append(PRICES[name])
 
     def _row(self, section: str, name: str) -> Mapping[str, Any]:
@@ -196,7 +203,7 @@ def _need(row: Mapping[str, Any], key: str, where: str) -> Any:
 
 def _number(row: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     value = row.get(key, default)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
         raise bad(f"{where}.{key}", "a number of 0 or more", value)
     return float(value)
 

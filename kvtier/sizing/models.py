@@ -102,12 +102,7 @@ def load(name: str, how: Reading = AS_IS) -> Model:
 
 def _from_disk(path: Path, how: Reading) -> Model:
     """A checkpoint's own config; parameters counted from it, weights from the files beside it."""
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
-        raise bad("model", f"a readable JSON config ({exc})", str(path)) from None
-    if not isinstance(config, dict):
-        raise bad("model", "a JSON object", str(path))
+    config = _object(path, "model")
     spec = read_config(config, how, path.parent.name if path.name == "config.json" else path.stem)
     spec = spec._replace(notes=spec.notes + _declared_kv(path, how))
     total, active = estimate(config, spec)
@@ -115,12 +110,24 @@ def _from_disk(path: Path, how: Reading) -> Model:
     return Model(spec, config, total, active, _declared_weights(config), sure, str(path), _weights_beside(path))
 
 
+def _object(path: Path, field: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises bad_request."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as exc:
+        raise bad(field, f"a readable JSON config ({exc})", str(path)) from None
+    if not isinstance(found, dict):
+        raise bad(field, "a JSON object", str(path))
+    return found
+
+
 def _declared_kv(path: Path, how: Reading) -> tuple[str, ...]:
     """A note where a quantized checkpoint says what KV precision it was calibrated for."""
     beside = path.with_name("hf_quant_config.json")
     if how.kv_dtype or not beside.is_file():
         return ()
-    declared = json.loads(beside.read_text()).get("quantization", {}).get("kv_cache_quant_algo")
+    quantization = _object(beside, beside.name).get("quantization")
+    declared = quantization.get("kv_cache_quant_algo") if isinstance(quantization, Mapping) else None
     return (f"hf_quant_config.json declares {declared} KV; engines may follow it: see --kv-dtype",) if declared else ()
 
 
@@ -135,7 +142,8 @@ def _weights_beside(path: Path) -> int:
     """Bytes of the safetensors files beside a config; an index tells them before the files are here."""
     index = path.with_name("model.safetensors.index.json")
     if index.is_file():
-        total = json.loads(index.read_text()).get("metadata", {}).get("total_size", 0)
+        metadata = _object(index, index.name).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, Mapping) else 0
         if isinstance(total, int) and total > 0:
             return total
     return sum(f.stat().st_size for f in path.parent.glob("*.safetensors"))

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvtier.sizing.alloc import Engine, Parallel
+from kvtier.sizing.alloc import Engine, Parallel, check
 from kvtier.sizing.dtypes import parse_dtype
 from kvtier.sizing.families import Reading
 from kvtier.sizing.hardware import Hardware, Link
 from kvtier.sizing.models import load
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.report import Report, Table, show
-from kvtier.sizing.units import parse_bytes, parse_rate, parse_seconds, parse_tokens
+from kvtier.sizing.units import parse_bytes, parse_number, parse_rate, parse_seconds, parse_some, parse_tokens
 from kvtier.types import KvtierError
 
 WIDE = 7
@@ -53,6 +53,9 @@ class Quantity(Param):
 
 
 TOKENS = Quantity("tokens", parse_tokens)
+SOME = Quantity("tokens", parse_some)
+NUMBER = Quantity("number", parse_number)
+COUNT: Final = click.IntRange(1)
 BYTES = Quantity("bytes", parse_bytes)
 RATE = Quantity("rate", parse_rate)
 SECONDS = Quantity("time", parse_seconds)
@@ -80,20 +83,20 @@ model_options = _stack(
 """What a model keeps."""
 
 split_options = _stack(
-    click.option("--tp", default=1, show_default=True, help="Tensor-parallel ranks."),
-    click.option("--pp", default=1, show_default=True, help="Pipeline stages."),
-    click.option("--dcp", default=1, show_default=True, help="Decode-context-parallel ranks."),
-    click.option("--block", default=16, show_default=True, help="Tokens of an engine block."),
+    click.option("--tp", type=COUNT, default=1, show_default=True, help="Tensor-parallel ranks."),
+    click.option("--pp", type=COUNT, default=1, show_default=True, help="Pipeline stages."),
+    click.option("--dcp", type=COUNT, default=1, show_default=True, help="Decode-context-parallel ranks."),
+    click.option("--block", type=COUNT, default=16, show_default=True, help="Tokens of an engine block."),
     click.option("--hybrid", is_flag=True, help="The engine frees sliding windows as they pass."),
-    click.option("--batched-tokens", type=TOKENS, default=8192, show_default=True, help="Tokens of a scheduler step."),
+    click.option("--batched-tokens", type=SOME, default=8192, show_default=True, help="Tokens of a scheduler step."),
 )
 """How an engine allocates."""
 
 place_options = _stack(
     click.option("--gpu", default="H100", show_default=True, help="Kind of GPU."),
-    click.option("--dp", "replicas", default=1, show_default=True, help="Replicas (data parallel)."),
+    click.option("--dp", "replicas", type=COUNT, default=1, show_default=True, help="Replicas (data parallel)."),
     click.option("--weights", default="", help="Precision or size of the weights  [the checkpoint's]"),
-    click.option("--mfu", type=float, default=0.0, help="Share of the dense rate that prefill reaches."),
+    click.option("--mfu", type=NUMBER, default=0.0, help="Share of the dense rate that prefill reaches."),
     click.option("--compute", "compute_dtype", type=click.Choice(["bf16", "fp8"]), help="Precision of the matmuls."),
     click.option("--model-cost", type=click.Choice(["seed", "causal"]), default="causal", show_default=True,
                  help="Prefill work: causal attention, or the seed notes' linear account."),
@@ -125,7 +128,9 @@ def deployment(model: str, o: dict[str, Any]) -> Deployment:
     """A model on GPUs, of all the option groups."""
     hardware = hardware_of(o["hardware"])
     par, engine = split(o)
-    return Deployment(load(model, reading(o)), hardware, hardware.gpu(o["gpu"]), par, engine, o["weights"], o["mfu"],
+    found = load(model, reading(o))
+    check(found.spec, par)
+    return Deployment(found, hardware, hardware.gpu(o["gpu"]), par, engine, o["weights"], o["mfu"],
                       o["compute_dtype"] or "", o["replicas"], o["model_cost"] == "causal")  # fmt: skip
 
 

@@ -19,6 +19,11 @@ class Feed(NamedTuple):
 def estimate(config: Mapping[str, Any], spec: Spec) -> tuple[float, float]:
     """(all, active) parameters of a decoder; norms, biases and gates are left out (well under 1 %)."""
     f = Fields(config)
+    with f.understood():
+        return _counted(f, config, spec)
+
+
+def _counted(f: Fields, config: Mapping[str, Any], spec: Spec) -> tuple[float, float]:
     hidden = f.count("hidden_size")
     if not hidden:
         return 0.0, 0.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvtier.sizing.alloc import Engine, Parallel, allocation, rank_allocation, unified_block
+from kvtier.sizing.alloc import Engine, Parallel, allocation, check, rank_allocation, unified_block
 from kvtier.sizing.hardware import Source
 from kvtier.sizing.models import Model
 from kvtier.sizing.report import Column, Report, Table, Value
@@ -33,6 +33,7 @@ def certainty(model: Model) -> Source:
 def size_report(model: Model, ask: Ask) -> Report:
     """Live payload, engine allocation and stored payload of a sequence of `ask.tokens` tokens."""
     spec = model.spec
+    check(spec, ask.par)
     payload = certainty(model)
     engine_source = payload if spec.plain else Source.ASSUMED
     kept = stored(spec, ask.tokens, ask.page, ask.checkpoint_every)
@@ -44,7 +45,10 @@ def size_report(model: Model, ask: Ask) -> Report:
         Value("bytes_per_token", int(exact), "B/token", payload, _fractional(spec)),
         Value("fixed_bytes", spec.fixed, "B", payload, "full windows, recurrent state, encoder entries"),
         Value("bytes_at_tokens", spec.payload(ask.tokens), "B", payload, "live payload: one copy, nothing padded"),
-        Value("engine_bytes_per_token", _engine_slope(spec, ask), "B/token", engine_source, _policy(spec, ask)),
+        Value("engine_bytes_per_token", _engine_slope(spec, ask, allocation), "B/token", engine_source,
+              _policy(spec, ask)),
+        Value("engine_rank_bytes_per_token", _engine_slope(spec, ask, rank_allocation), "B/token", engine_source,
+              "on the fullest rank"),
         Value("engine_bytes_at_tokens", allocation(spec, ask.tokens, ask.par, ask.engine), "B", engine_source,
               f"engine allocation over {ask.par.ranks} rank(s)"),
         Value("engine_rank_bytes_at_tokens", rank_allocation(spec, ask.tokens, ask.par, ask.engine), "B", engine_source,
@@ -64,13 +68,13 @@ def _fractional(spec: Spec) -> str:
     return f"exactly {exact}: some entries stand for several tokens" if exact.denominator != 1 else ""
 
 
-def _engine_slope(spec: Spec, ask: Ask) -> int:
-    """Bytes a token over all ranks far out, where windows are full."""
+def _engine_slope(spec: Spec, ask: Ask, taken: Callable[[Spec, int, Parallel, Engine], int]) -> int:
+    """Bytes a token far out, where windows are full."""
     block = unified_block(spec, ask.par, ask.engine.block)
     far = 1 << 24
     far -= far % block
     span = 64 * block
-    two = allocation(spec, far + span, ask.par, ask.engine) - allocation(spec, far, ask.par, ask.engine)
+    two = taken(spec, far + span, ask.par, ask.engine) - taken(spec, far, ask.par, ask.engine)
     return two // span
 
 

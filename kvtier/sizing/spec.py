@@ -126,3 +126,17 @@ def stored(spec: Spec, tokens: int, page: int = 64, every: int = 0) -> Stored:
             units = 0
         total += c.layer_bytes() * units
     return Stored(kept, total, points if kept else 0)
+
+
+def stored_slope(spec: Spec, every: int = 0) -> float:
+    """Bytes in a tier for each token in the long run, with a resumable point each `every` tokens; 0: none.
+
+    Points that are closer than a window is long share its pages.
+    """
+    total = float(spec.slope)
+    for c in spec.components if every else ():
+        if c.rule in CAPPED:
+            total += c.layer_bytes() * min(1.0, c.span / every)
+        elif c.rule is Rule.STATE:
+            total += c.layer_bytes() / every
+    return total

@@ -46,7 +46,7 @@ def _given_hits(text: str | None, tiers: Sequence[Tier]) -> tuple[float, ...]:
         hits = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise bad("hits", f"numbers for {names}", text) from None
-    if len(hits) != len(tiers) or min(hits) < 0 or sum(hits) > 1:
+    if len(hits) != len(tiers) or not all(0 <= hit <= 1 for hit in hits) or sum(hits) > 1:
         raise bad("hits", f"one ratio for each of {names}, together at most 1", text)
     return hits
 
@@ -72,11 +72,11 @@ def tiers_report(d: Deployment, asked: Asked, traces: Sequence[Path] = ()) -> Re
     """Capacity, hits, traffic and the daemon's own share."""
     flow, held, per_token, source = _planned(d, asked, traces)
     link = worst(source, *(t.link.source for t in asked.tiers if t.link))
-    pages = [int(h.tier.bytes / (BLOCK * per_token)) for h in held]
+    pages = [h.tier.holds(BLOCK * per_token) for h in held]
     c = d.hardware.constant
     own = own_budget(pages, c("daemon_base")[0], c("page_overhead")[0], c("gpu_context")[0], c("disk_page_overhead")[0])
     host = next((h.tier.bytes for h in held if h.tier.name == "host"), 0)
-    total = held[-1].tokens if not asked.exclusive else sum(h.tokens for h in held)
+    total = (sum if asked.exclusive else max)(h.tokens for h in held)
     session = stored(d.model.spec, asked.session, BLOCK).bytes
     values = [
         Value("bytes_per_token", per_token, "B/token", Source.EXACT, "as a tier stores it"),

@@ -21,6 +21,12 @@ class Tier(NamedTuple):
     """None for the device tier: its pages are in place."""
     drive_writes_per_day: float = 0.0
     """Endurance; 0 for memory."""
+    copies: float = 1.0
+    """Of each byte: ranks that share no heads have a copy each."""
+
+    def holds(self, block: float) -> int:
+        """Different blocks of so many bytes that there is room for."""
+        return int(self.bytes / (block * self.copies))
 
 
 class Flow(NamedTuple):
@@ -98,7 +104,7 @@ def hold(
     out = []
     for k, (tier, (read, write)) in enumerate(zip(tiers, rates(flow, exclusive), strict=True)):
         block = block_tokens * token_bytes
-        blocks = int(tier.bytes / block)
+        blocks = tier.holds(block)
         tokens = blocks * block_tokens
         read_bps, write_bps = read * token_bytes, write * token_bytes
         link = tier.link

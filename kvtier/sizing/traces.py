@@ -7,7 +7,9 @@ import gzip
 import importlib
 import io
 import json
+import math
 import zipfile
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -49,9 +51,15 @@ def _open(path: Path) -> bytes:
         raise bad("trace", f"a readable file ({exc.strerror})", str(path)) from None
     if path.suffix == ".zst":
         zstd = importlib.import_module("zstandard")
-        with zstd.ZstdDecompressor().stream_reader(io.BytesIO(raw)) as stream:
-            return bytes(stream.read())
-    return gzip.decompress(raw) if path.suffix == ".gz" else raw
+        try:
+            with zstd.ZstdDecompressor().stream_reader(io.BytesIO(raw)) as stream:
+                return bytes(stream.read())
+        except zstd.ZstdError as exc:
+            raise bad("trace", f"zstd data ({exc})", str(path)) from None
+    try:
+        return gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError, zlib.error) as exc:
+        raise bad("trace", f"gzip data ({exc})", str(path)) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -94,6 +102,8 @@ class _Tree:
         self.block = block
         node = -1
         for block_id in ids:
+            if not isinstance(block_id, (int, str)):
+                raise bad(f"{where} hash_ids", "numbers or text", block_id)
             key = (node, block_id)
             found = self.nodes.get(key)
             if found is None:
@@ -102,11 +112,13 @@ class _Tree:
             node = found
         self.leaf.append(node)
         self.input.append(_count(record, "seq_len" if lookup else "input_length", where, len(ids) * block))
-        self.output.append(int(record.get("output_length") or 0))
-        stamp = float(record.get("timestamp") or 0)
+        self.output.append(_count(record, "output_length", where, 0, least=0))
+        stamp = record.get("timestamp") or 0.0
+        if not isinstance(stamp, (int, float)) or not math.isfinite(stamp):
+            raise bad(f"{where} timestamp", "a number", stamp)
         self.time.append(stamp if lookup else stamp / 1000)
         if lookup and not self.token_bytes:
-            self.token_bytes = _logged_bytes(record) // block
+            self.token_bytes = _logged_bytes(record, where) // block
 
     def trace(self) -> Trace:
         """All of them."""
@@ -117,21 +129,24 @@ class _Tree:
         )
 
 
-def _count(record: Mapping[str, Any], field: str, where: str, default: int) -> int:
+def _count(record: Mapping[str, Any], field: str, where: str, default: int, least: int = 1) -> int:
     value = record.get(field, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0 or (value == 0 and field != "seq_len"):
-        raise bad(f"{where} {field}", "a positive integer", value)
+    if value is None and not least:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < (0 if field == "seq_len" else least):
+        raise bad(f"{where} {field}", "a positive integer" if least else "a count", value)
     return value
 
 
-def _logged_bytes(record: Mapping[str, Any]) -> int:
+def _logged_bytes(record: Mapping[str, Any], where: str) -> int:
     """Bytes of a chunk from the shapes and dtypes of a lookup log; fp8 names have one byte."""
     total = 0
-    for shape, dtype in zip(record.get("shapes") or [], record.get("dtypes") or [], strict=False):
-        size = _ELEMENTS.get(str(dtype).removeprefix("torch."), 1 if "float8" in str(dtype) else 2)
-        for side in shape:
-            size *= int(side)
-        total += size
+    try:
+        for shape, dtype in zip(record.get("shapes") or [], record.get("dtypes") or [], strict=False):
+            size = _ELEMENTS.get(str(dtype).removeprefix("torch."), 1 if "float8" in str(dtype) else 2)
+            total += size * math.prod(map(int, shape))
+    except (TypeError, ValueError):
+        raise bad(f"{where} shapes", "a list of shapes, each a list of numbers", record.get("shapes")) from None
     return total
 
 
@@ -140,7 +155,7 @@ def _from_npz(path: Path, limit: int) -> Trace:
     try:
         with zipfile.ZipFile(io.BytesIO(_open(path))) as archive:
             arrays = {name.removesuffix(".npy"): _npy(archive.read(name), name) for name in archive.namelist()}
-    except zipfile.BadZipFile as exc:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as exc:
         raise bad("trace", f"an npz archive ({exc})", str(path)) from None
     for field in ("dpar", "leaf", "inp", "bs"):
         if field not in arrays:
@@ -150,9 +165,24 @@ def _from_npz(path: Path, limit: int) -> Trace:
         raise bad(f"{path.name} dpar", "parents that come before their children")
     n = min(limit or len(arrays["leaf"]), len(arrays["leaf"]))
     zeros = array("q", bytes(8 * n))
+    _check_requests(path.name, arrays, len(parent), n)
     times = accumulate(arrays.get("dt_ms", zeros)[:n])
     return Trace(path.name, int(arrays["bs"][0]), parent, arrays["leaf"][:n], arrays["inp"][:n],
                  arrays.get("out", zeros)[:n], [t / 1000 for t in times])  # fmt: skip
+
+
+def _check_requests(name: str, arrays: Mapping[str, array[int]], blocks: int, n: int) -> None:
+    """Raise bad_request unless there are requests, of blocks that there are, each with its length."""
+    if not n:
+        raise bad("trace", "at least one request", name)
+    if len(arrays["bs"]) < 1 or arrays["bs"][0] < 1:
+        raise bad(f"{name} bs", "the tokens of a block", list(arrays["bs"][:1]))
+    if not all(-1 <= leaf < blocks for leaf in arrays["leaf"][:n]):
+        raise bad(f"{name} leaf", f"-1..{blocks - 1}, the number of each request's last block")
+    for field in ("inp", "out", "dt_ms"):
+        held = arrays.get(field)
+        if held is not None and (len(held) < n or min(held[:n]) < 0):
+            raise bad(f"{name} {field}", f"{n} numbers of 0 or more", len(held))
 
 
 def _npy(raw: bytes, name: str) -> array[int]:
@@ -162,12 +192,18 @@ def _npy(raw: bytes, name: str) -> array[int]:
     wide = raw[6] > 1
     start = 12 if wide else 10
     length = int.from_bytes(raw[8:start], "little")
-    header = ast.literal_eval(raw[start : start + length].decode("latin-1"))
-    code = _CODES.get(header["descr"])
+    try:
+        kind = str(ast.literal_eval(raw[start : start + length].decode("latin-1"))["descr"])
+    except (SyntaxError, ValueError, TypeError, LookupError):
+        raise bad(name, "a .npy file with its header") from None
+    code = _CODES.get(kind)
     if code is None:
-        raise bad(name, f"one of {', '.join(_CODES)}", header["descr"])
+        raise bad(name, f"one of {', '.join(_CODES)}", kind)
     out = array(code)
-    out.frombytes(raw[start + length :])
+    try:
+        out.frombytes(raw[start + length :])
+    except ValueError:
+        raise bad(name, f"whole numbers of {out.itemsize} bytes", len(raw)) from None
     return out
 
 

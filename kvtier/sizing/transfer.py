@@ -10,6 +10,7 @@ from kvtier.sizing.families import Reading, read_config
 from kvtier.sizing.hardware import Link, Source, worst
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.report import Column, Report, Table, Value
+from kvtier.sizing.spec import CAPPED, Rule, Spec
 
 
 class Move(NamedTuple):
@@ -23,6 +24,20 @@ class Move(NamedTuple):
     """Links that carry one request side by side (one NIC a GPU)."""
 
 
+def sent_bytes(spec: Spec, move: Move) -> int:
+    """Bytes of a prompt's KV that the decode side lacks: of states all, of windows what the new tokens are in."""
+    total = 0
+    for c in spec.components:
+        part = spec._replace(components=(c,))
+        size, had = loaded_bytes(part, move.prompt), loaded_bytes(part, move.cached)
+        if c.rule in CAPPED:
+            had = size - min(size, c.layer_bytes() * (move.prompt - move.cached))
+        elif c.rule is Rule.STATE:
+            had = 0
+        total += size - had
+    return total
+
+
 def transfer_report(d: Deployment, move: Move, links: Sequence[Link], dtypes: Sequence[str]) -> Report:
     """Bytes, time and verdict for each link and precision; 'bottleneck' where sending takes longer than computing."""
     spec = d.model.spec
@@ -32,7 +47,7 @@ def transfer_report(d: Deployment, move: Move, links: Sequence[Link], dtypes: Se
     rows = []
     for dtype in dtypes:
         sent_spec = read_config(d.model.config, Reading(dtype)) if dtype else spec
-        sent = loaded_bytes(sent_spec, move.prompt) - (loaded_bytes(sent_spec, move.cached) if move.cached else 0)
+        sent = sent_bytes(sent_spec, move)
         for link in links:
             seconds = link.t0_s + sent / (link.read_bps * move.links)
             busy = move.rate * sent / (link.read_bps * move.links)

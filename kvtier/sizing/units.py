@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 from typing import Final
@@ -46,9 +47,32 @@ def parse_tokens(text: str, field: str = "tokens") -> int:
     return int(value)
 
 
+def parse_some(text: str, field: str = "tokens") -> int:
+    """The same of at least one token."""
+    tokens = parse_tokens(text, field)
+    if not tokens:
+        raise bad(field, "at least one token", text)
+    return tokens
+
+
 def parse_rate(text: str, field: str = "rate") -> float:
-    """Bytes per second of '55GB/s', '100Gbps' or '12.5 GB/s'; raises KvtierError without a unit."""
-    return float(_split(text, _RATES, field, "a rate such as 55GB/s, 7GiB/s or 100Gbps", ""))
+    """Bytes per second of '55GB/s', '100Gbps' or '12.5 GB/s'; raises KvtierError without a unit, and for none."""
+    expected = "a rate such as 55GB/s, 7GiB/s or 100Gbps"
+    rate = float(_split(text, _RATES, field, expected, ""))
+    if not rate:
+        raise bad(field, expected, text)
+    return rate
+
+
+def parse_number(text: str, field: str = "number") -> float:
+    """A finite number of 0 or more; raises KvtierError for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise bad(field, "a number of 0 or more", text)
+    return value
 
 
 def parse_seconds(text: str, field: str = "time") -> float:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
+from operator import mul
 from typing import Any, Final
 
 from kvtier.index.distances import Distances, Namer, geometric
@@ -37,11 +38,21 @@ class Pool:
     def __init__(self, cache: Cache) -> None:
         self.distances = Distances()
         self.cache = cache
-        costs = [cache.slot_cost(group) for group in range(cache.index.groups)]
-        self.page_bytes = sum(costs[group] for group in cache.index.anchors) or sum(costs) // len(costs)
-        """Of a page's anchors; of a key, whichever group it is of, the average."""
         self.skipped = 0
         """Requests that there was no time for."""
+
+    def page_bytes(self, host: HostPool) -> int:
+        """What a page takes in host now: its anchors, and its share of what is kept of windows and states.
+
+        Of a key, whichever group it is of, the average.
+        """
+        cache, slots = self.cache, self.cache.shape.slots_per_item
+        costs = [cache.slot_cost(group) for group in range(cache.index.groups)]
+        if cache.spec.keyed:
+            return sum(costs) // len(costs)
+        items = [host.used(group) // slots[group] for group in range(cache.index.groups)]
+        pages, held = items[cache.index.anchors[0]], sum(map(mul, items, costs))
+        return max(sum(costs[group] for group in cache.index.anchors), held // pages if pages else 0)
 
 
 class Curves:
@@ -114,7 +125,7 @@ class Curves:
         out = []
         for (place, keyed), pool in self.pools.items():
             seen, host = pool.distances, place.total_bytes
-            unit = pool.page_bytes
+            unit = pool.page_bytes(place)
             most = min(seen.most, max(64, 2 * (host + disk_bytes) // unit, *(2 * extra // unit for extra in at)))
             sizes = [unit * pages for pages in geometric(1, most, POINTS)]
             rows = {

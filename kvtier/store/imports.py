@@ -17,7 +17,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.visits import Visits
 from kvtier.tiers.slab import SlotState
-from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
+from kvtier.types import NO_COPY, SCOPE, Code, KvtierError, Tier, bad
 
 ROOM_S: Final = 30.0
 """So long a run waits for room in host."""
@@ -68,8 +68,8 @@ class Imports:
             raise KvtierError(Code.BUSY, "the catalogue is still being indexed")
         head = archive.decode_header(msg.header)
         scope = msg.scope or head.scope
-        if len(scope) > 2 * wire.MAX_NAME:
-            raise bad("scope", f"at most {2 * wire.MAX_NAME} characters", scope)
+        if len(scope) > 2 * wire.MAX_NAME or not SCOPE.fullmatch(scope):
+            raise bad("scope", f"uid:N or uid:N:LABEL, of at most {2 * wire.MAX_NAME} characters", scope)
         known = self.parts.epoch(base_id(head.spec, scope))
         if head.epoch != known:
             raise bad(

@@ -71,6 +71,8 @@ class Persist:
         self._failures = Failures()
         self._room_then: dict[int, int] = {}
         """By share, or ANY: see gained."""
+        self.reserve = 0 if disk is None else min(disk.capacity_bytes // RESERVE_PARTS, MOST_RESERVE)
+        """Bytes of disk that are kept free."""
 
     @property
     def there(self) -> bool:
@@ -357,8 +359,7 @@ class Persist:
 
     def _lacking(self) -> int:
         """Bytes that the reserve is short of, where those are there that are being freed."""
-        assert self.disk is not None
-        return min(self.disk.capacity_bytes // RESERVE_PARTS, MOST_RESERVE) - self._room(ANY)
+        return self.reserve - self._room(ANY)
 
     def _synced(self, *_: object) -> None:
         """Freed cells can be used again."""

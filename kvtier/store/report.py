@@ -60,7 +60,7 @@ class Report:
                 "used_bytes": disk.used_bytes,
                 "free_bytes": disk.free_bytes,
                 "state": disk.state,
-                "sick": disk.sick,
+                "sick": disk.failure,
                 **disk.stats,
             }
         for name, link in self.parts.links.report().items():

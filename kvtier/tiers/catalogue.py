@@ -54,6 +54,7 @@ class Catalogue:
         self.set_aside = _set_aside_unless_sound(path, clean)
         """Whether a catalogue was found here that could not be used."""
         path.mkdir(mode=0o700, exist_ok=True)
+        self.drop_fresh()
         self._open(room=ROOM)
         try:
             if upgrade(self._env, self._dbs):
@@ -184,6 +185,10 @@ class Catalogue:
                 self._open()
         shutil.rmtree(fresh, ignore_errors=True)
         self._name()
+
+    def drop_fresh(self) -> None:
+        """Remove a copy that was not finished: it takes room that may be what was lacking."""
+        shutil.rmtree(self.path / "fresh", ignore_errors=True)
 
     def drop_aside(self) -> None:
         """Remove catalogues that were set aside: they have records of what is deleted here. Raises OSError."""

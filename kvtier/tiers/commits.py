@@ -45,8 +45,8 @@ class Op:
     """Changes to the catalogue that become durable together."""
 
     __slots__ = (
-        "chains", "changes", "doubtful", "error", "failure", "finish", "heard", "keep", "parent", "ready", "reason",
-        "rewrite", "size", "urgent",
+        "chains", "changes", "doubtful", "error", "failure", "finish", "heard", "keep", "lost", "parent", "ready",
+        "reason", "rewrite", "size", "urgent",
     )  # fmt: skip
 
     def __init__(self, changes: list[Change], finish: Callable[[str], None] = unheard, *, keep: bool = True) -> None:
@@ -74,6 +74,8 @@ class Op:
         """The last failure that the owner knew of when it submitted this."""
         self.failure = 0
         """The number of this operation's own failure."""
+        self.lost = 0
+        """How many syncs of the extents had failed before its payload was written."""
 
 
 class Commits:
@@ -105,7 +107,8 @@ class Commits:
         self._thread.start()
 
     def submit(self, op: Op) -> None:
-        """Queue an operation behind all earlier ones."""
+        """Queue an operation behind all earlier ones; its payload is written after this."""
+        op.lost = self._extents.lost
         with self._changed:
             self._queue.append(op)
             self._changed.notify()
@@ -168,6 +171,7 @@ class Commits:
     def _commit(self, ops: Sequence[Op]) -> None:
         """The order everything rests on: the payload is on the device before the catalogue names it."""
         self._sync_payload(ops)
+        self._fail_lost(ops)
         self._sync_catalogue(ops)
 
     def _sync_payload(self, ops: Sequence[Op]) -> None:
@@ -175,7 +179,7 @@ class Commits:
             self._extents.sync()
 
     def _sync_catalogue(self, ops: Sequence[Op]) -> None:
-        if changes := [change for op in ops for change in op.changes]:
+        if changes := [change for op in ops if not op.error for change in op.changes]:
             self._catalogue.commit(changes)
             self.commits += 1
 
@@ -203,10 +207,19 @@ class Commits:
         try:
             self._catalogue.rewrite()
         except (OSError, lmdb.Error) as caught:
+            self._catalogue.drop_fresh()
             for op in ops:
                 op.error, op.reason = code_of(caught), name_of(caught)
 
-    def _fail_orphans(self, batch: list[Op]) -> None:
+    def _fail_lost(self, ops: Sequence[Op]) -> None:
+        """What was written before another sync failed may be what is lost, though this one knows nothing of it."""
+        late = [op for op in ops if op.size and op.lost != self._extents.lost]
+        for op in late:
+            op.error, op.reason = Code.IO.value, "EIO"
+        if late:
+            self._fail_orphans(ops)
+
+    def _fail_orphans(self, batch: Sequence[Op]) -> None:
         """A run whose parent's write failed must not become durable, unless its owner knew and still asked."""
         if self._failed and batch[0].heard >= self._failures:
             self._failed.clear()

@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -49,6 +49,7 @@ class Calls:
     pwritev = staticmethod(os.pwritev)
     preadv = staticmethod(os.preadv)
     fdatasync = staticmethod(os.fdatasync)
+    fsync = staticmethod(os.fsync)
     fallocate = staticmethod(os.posix_fallocate)
     punch = staticmethod(_punch)
 
@@ -171,6 +172,9 @@ class Extents:
         self.slab_bytes = slab_bytes
         self._backed: set[int] = set()
         self._backing = threading.Lock()
+        self._syncing = threading.Lock()
+        self.lost = 0
+        """How often a sync failed: the kernel tells a loss to one of them, and takes it for written from then on."""
         self._fd, self.direct = _open(path, direct)
         try:
             if os.fstat(self._fd).st_size != size:
@@ -212,7 +216,15 @@ class Extents:
 
     def settle(self) -> None:
         """The file and where its blocks are, on the device; raises OSError."""
-        os.fsync(self._fd)
+        self._synced(self._calls.fsync)
+
+    def _synced(self, call: Callable[[int], None]) -> None:
+        with self._syncing:
+            try:
+                call(self._fd)
+            except OSError:
+                self.lost += 1
+                raise
 
     @property
     def file_bytes(self) -> int:
@@ -231,7 +243,7 @@ class Extents:
 
     def sync(self) -> None:
         """Everything written before this call is on the device when it returns; raises OSError."""
-        self._calls.fdatasync(self._fd)
+        self._synced(self._calls.fdatasync)
         if not self.direct:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 

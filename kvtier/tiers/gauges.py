@@ -35,8 +35,13 @@ class Gauges:
         return "sick" if self._health.reason else "ready"
 
     @property
+    def failure(self) -> str:
+        """Name of the last failure (as ENOSPC) since which no write worked; empty when well."""
+        return self._health.reason
+
+    @property
     def sick(self) -> str:
-        """Name of the last failure (as ENOSPC) since which no write worked; empty when well or due for a try."""
+        """The same, but empty when it is due for a try."""
         return "" if self._health.due() else self._health.reason
 
     @property
