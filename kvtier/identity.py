@@ -22,6 +22,8 @@ CHAIN_BYTES: Final = 16
 STATE_SLOT_MAX: Final = 4 << 20
 MAX_PAGE_BYTES: Final = 256 << 20
 MAX_ITEM_BYTES: Final = 4 << 30
+MAX_PAGE_TOKENS: Final = 4096
+MAX_WINDOW: Final = 1 << 40
 KEPT: Final = 4096
 """Ids that are not made again at each use."""
 
@@ -112,8 +114,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("spec.kv_dtype", "a dtype name", self.kv_dtype)
         if len(self.salt) > 512:
             raise bad("spec.salt", "at most 512 bytes")
-        if not 1 <= self.page_tokens <= 4096:
-            raise bad("spec.page_tokens", "1..4096", self.page_tokens)
+        if not 1 <= self.page_tokens <= MAX_PAGE_TOKENS:
+            raise bad("spec.page_tokens", f"1..{MAX_PAGE_TOKENS}", self.page_tokens)
         if self.keyed and not 16 <= self.key_bytes <= 64:
             raise bad("spec.key_bytes", "0 or 16..64", self.key_bytes)
         if self.keyed and self.extras:
@@ -138,6 +140,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad(where, f"items of at most {limit} bytes", group.item_bytes)
         if (group.kind is Kind.WINDOW) != (group.window > 0):
             raise bad(f"{where}.window", "> 0 for window groups and 0 for others", group.window)
+        if group.window > MAX_WINDOW:
+            raise bad(f"{where}.window", f"at most {MAX_WINDOW} tokens", group.window)
         if self.keyed and group.kind is Kind.WINDOW:
             raise bad(f"{where}.kind", "full or state in a keyed cache (its engine tracks windows)")
 

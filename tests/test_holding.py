@@ -96,6 +96,20 @@ async def test_a_cancelled_commit_is_served_all_the_same() -> None:
         assert idle(store) == []
 
 
+async def test_pages_that_could_not_be_summed_are_not_said_to_be_as_they_were() -> None:
+    """Their slots are free: who was told to try again later would write into what is somebody else's by then."""
+    async with storing(None, host=8 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec((BIG,)))
+        reserved = await engine.reserve(tokens(1, 2, 3))
+        store.parts.mover._most = 0
+        assert await codes([engine.call(wire.Commit(reserved.reservation, 0, 3))]) == [Code.IO]
+        assert used(store) == 0
+        assert not engine.process.instance.reservations
+        engine.leave()
+        assert idle(store) == []
+
+
 async def test_a_cancelled_reserve_returns_the_slots_it_had_found(tmp_path: Path) -> None:
     """A request that waits for room holds some already; they go back when it goes."""
     disk = Failing()

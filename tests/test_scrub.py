@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from kvtier.metrics import METRICS
 from kvtier.store import Store, scrub
 from kvtier.store.scrub import Place
 from kvtier.types import Tier
-from storekit import drop_host, quiet, storing, until
+from storekit import drop_host, memfd, quiet, rows, storing, until
 
 KEYS = tokens(*range(1, 9))
 
@@ -80,18 +81,70 @@ async def test_rot_in_host_is_dropped_and_served_from_disk(tmp_path: Path) -> No
         assert idle(store) == []
 
 
-async def test_rot_in_host_that_somebody_reads_is_left_until_they_are_done(tmp_path: Path) -> None:
-    """A leased slot is never given away; the next round takes it."""
+async def test_rot_in_host_that_somebody_reads_is_put_right_where_it_is(tmp_path: Path) -> None:
+    """A leased slot is never given away, but nobody is to be given wrong bytes for as long as somebody reads them."""
     async with storing(tmp_path) as store:
         engine = await filled(store)
         lease = await engine.call(wire.Acquire((await engine.match(KEYS)).handle))
         rot_host(engine, 3)
         await sweep(store)
-        assert store.parts.host.pools[0].used(0) == 8
+        await until(lambda: not store.parts.loads.mending)
+        engine.verify(KEYS, lease.items[0])
+        assert await engine.get(KEYS) == 8
         await engine.call(wire.Release(lease.lease))
         await sweep(store)
-        assert store.parts.host.pools[0].used(0) == 7
-        assert await engine.get(KEYS) == 8
+        assert store.parts.counts["host_checksum"] == store.parts.counts["host_mended"] == 1
+        assert store.parts.host.pools[0].used(0) == 8
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+@pytest.mark.parametrize("disk", [False, True], ids=["no-disk", "rotten-disk"])
+async def test_rot_in_host_that_somebody_reads_and_no_tier_has_right_is_given_to_nobody_else(
+    tmp_path: Path, *, disk: bool
+) -> None:
+    """Whoever holds it keeps its slots; the next request does not find it."""
+    async with storing(tmp_path if disk else None) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        await engine.put(KEYS)
+        if disk:
+            await engine.call(wire.Flush())
+            rot_disk(tmp_path, 3)
+        lease = await engine.call(wire.Acquire((await engine.match(KEYS)).handle))
+        rot_host(engine, 3)
+        for place in list(store.scrub.places((Tier.HOST,))):
+            await store.scrub.check(place)
+        await until(lambda: not store.parts.loads.mending)
+        assert (await engine.match(KEYS)).pages == 3
+        assert store.parts.host.pools[0].used(0) == 8
+        await engine.call(wire.Release(lease.lease))
+        assert store.parts.host.pools[0].used(0) == 3
+        assert await engine.get(KEYS) == 3
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_a_load_that_finds_rot_in_what_its_own_lease_holds_is_right_the_next_time(tmp_path: Path) -> None:
+    """Rows of an engine's own memory are copied under its lease, and under that alone."""
+    fd, memory = memfd(8, 4096, sealed=True)
+    async with storing(tmp_path) as store:
+        engine = await filled(store)
+        register = wire.Register("engine", "cpu", 0, 4096, 8)
+        region = store.register(register, fd, engine.process.peer).region
+        lease = await engine.call(wire.Acquire((await engine.match(KEYS)).handle))
+        rot_host(engine, 3)
+        load = wire.Load(region, 0, rows(*range(8)), lease=lease.lease)
+        assert (await engine.call(load)).done == b"\1\1\1\0\1\1\1\1"
+        await until(lambda: not store.parts.loads.mending)
+        assert (await engine.call(load)).done == b"\1" * 8
+        assert np.array_equal(memory[3, :4000], content(KEYS[:32], 0, 4000))
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+    os.close(fd)
 
 
 async def test_rot_on_disk_is_written_again_from_host(tmp_path: Path) -> None:

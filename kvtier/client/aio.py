@@ -285,7 +285,7 @@ class AsyncReservation(HeldReservation):
         `after`: see sync.Reservation.commit.
         """
         await fenced(self, after, timeout_s)
-        return await self._client.attempt(self._committing(first, pages), 0)
+        return await self._client.attempt(self._committing(first, pages), 0, self.summing_s(first, pages))
 
     async def abort(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
         """Give back what is not committed; its slots must not be touched any more. `after` as for `commit`."""

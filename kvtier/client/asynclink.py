@@ -33,6 +33,7 @@ from kvtier.client.link import (
     Wait,
     dial,
     first_reply,
+    framed,
     heirs,
     hello_frame,
     undo,
@@ -204,9 +205,9 @@ class AsyncLink:
             message = unmapped_message(old)
             await self.wait(await self.start(joined, message, wire.Ok, deadline), deadline)
         except KvtierError as exc:
-            self.recovery.told(old, exc)
+            self.recovery.told(old, joined, exc)
         else:
-            self.recovery.told(old)
+            self.recovery.told(old, joined)
 
     async def _connect(self, deadline: float) -> Joined:
         """One attempt; raises Away, and on the very first connection what the daemon refuses."""
@@ -280,9 +281,14 @@ class AsyncLink:
         if stream is None or stream.joined is not joined or stream.lost:
             raise Away("the connection is lost")
         ticket = self.inbox.ticket(joined, reply, asyncio.get_running_loop().create_future())
+        try:
+            raw = framed(message, ticket.request)
+        except KvtierError:  # nothing was sent: no reply will end it
+            del self.inbox.tickets[ticket.request]
+            raise
         if begun is not None:
             begun(ticket)
-        stream.transport.write(wire.request_frame(message, ticket.request))
+        stream.transport.write(raw)
         if not stream.writable.is_set():
             try:
                 async with asyncio.timeout_at(deadline):

@@ -54,7 +54,7 @@ class OpenCache:
     def entering(self) -> Steps[tuple[Joined, int]]:
         """Be connected, with this cache open there: the connection and the cache's number on it."""
         joined = cast("Joined", (yield Join()))
-        if self._joined is not joined:
+        while self._joined is not joined:  # again where another thread has reset the cache meanwhile
             rank, world, slices = self._open
             request = wire.Open(self.spec, rank, world, slices, self.epoch)
             try:
@@ -71,10 +71,12 @@ class OpenCache:
         return joined, self._number
 
     def _opened(self, joined: Joined, opened: wire.Opened) -> None:
-        """Remember what the daemon said."""
+        """Remember what the daemon said, unless it is of an epoch that another thread has left since."""
+        if opened.epoch < self.epoch:
+            return
         self._number, self.cache_id, self.groups = opened.cache, opened.cache_id, opened.groups
         self.writes_above = opened.writes_above
-        self.epoch = max(self.epoch, opened.epoch)
+        self.epoch = opened.epoch
         self._joined, self._owed = joined, False
 
     def _resetting(self) -> Steps[int]:

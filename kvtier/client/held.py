@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ from kvtier.client.link import Call, Joined, Steps
 from kvtier.client.slots import Checks, Slots, Span
 from kvtier.identity import Slice
 from kvtier.types import Code, KvtierError, bad
+
+SLOW_BYTES_S: Final = 200e6
+"""A copy, or a checksum, that is slower than this counts as stuck."""
 
 
 class Share(msgspec.Struct, forbid_unknown_fields=True):
@@ -329,10 +332,24 @@ class HeldReservation(Slots):
             self._untouched()
         return self.committing(first, pages)
 
+    def _range(self, first: int | None, pages: int | None) -> tuple[int, int]:
+        """The pages that a commit is about: by default from `first` to the end, or all."""
+        first = self.start if first is None else first
+        return first, self.start + self.pages - first if pages is None else pages
+
+    def summing_s(self, first: int | None, pages: int | None) -> float:
+        """How long the daemon may take to sum what a commit says no checksum of, beyond what any answer takes."""
+        first, pages = self._range(first, pages)
+        at, size = first - self.start, 0
+        for group, parts in self._tables.items():
+            known = self._sums.get(group, np.zeros(self.pages, np.uint64))[max(0, at) : at + pages]
+            there = np.concatenate([table.offsets[:, 0] >= 0 for table in parts])[max(0, at) : at + pages]
+            size += int((there & (known == 0)).sum()) * self.cache.spec.groups[group].item_bytes
+        return size / SLOW_BYTES_S
+
     def _committing(self, first: int | None, pages: int | None) -> Steps[int]:
         """Say that pages are written; how many pages of the reservation are served now."""
-        first = self.start if first is None else first
-        pages = self.start + self.pages - first if pages is None else pages
+        first, pages = self._range(first, pages)
         if pages == self.pages:
             self._untouched()
         if not self._holds() or not pages:

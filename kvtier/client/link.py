@@ -15,7 +15,7 @@ from kvtier import wire
 from kvtier.client.arenas import Arenas
 from kvtier.frames import Frame
 from kvtier.handshake import FirstFrame, ended, peer_of
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
 
 CONNECT_S: Final = 0.05
 """An attempt to connect again costs an engine's step at most this long."""
@@ -150,6 +150,8 @@ class Joined:
         """Whether what was given on it may be looked at."""
         self.inherited = False
         """Whether it is of a process that forked this one: what was given on it is not this one's to give back."""
+        self.drained = False
+        """Whether the daemon said to a later one that nothing moves any more which was asked for on this one."""
         self.device = -1
         """The number of the arena in device memory that is mapped; -1: none."""
         self.unheard: list[int] = []
@@ -223,6 +225,14 @@ def hello_frame(who: Identity, unmapped: list[Joined]) -> bytes:
     return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
 
 
+def framed(message: wire.Message, request: int) -> bytes:
+    """The frame of a request; raises bad_request for what cannot be said."""
+    try:
+        return wire.request_frame(message, request)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise bad(type(message).__name__, f"what the protocol can say ({exc})") from exc
+
+
 def first_reply(first: FirstFrame, expect: type[R]) -> R:
     """The reply in a whole first frame; raises the error it carries."""
     assert first.header is not None
@@ -284,8 +294,10 @@ class Recovery:
         """Unmap what nothing refers to: lost connections without arenas, of which the daemon has yet to be told."""
         return [old for old in self._lost if old.arenas.unmap()]
 
-    def told(self, old: Joined, refusal: KvtierError | None = None) -> None:
+    def told(self, old: Joined, by: Joined, refusal: KvtierError | None = None) -> None:
         """The daemon was told; where it is busy with what that connection had in flight, later again."""
+        if refusal is None:  # another daemon's word says nothing of what an earlier one does
+            old.drained = old.welcome.run == by.welcome.run
         if (refusal is None or refusal.code is not Code.BUSY) and old in self._lost:
             self._lost.remove(old)
 

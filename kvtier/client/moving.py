@@ -179,7 +179,8 @@ class Moving:
     @property
     def fenced(self) -> bool:
         """Whether the daemon may still touch the rows: no word of it came, and its process has not ended."""
-        return not self._settled() and not (self._joined is not None and self._joined.daemon.gone)
+        over = self._joined is not None and (self._joined.daemon.gone or self._joined.drained)
+        return not self._settled() and not over
 
     def _settled(self) -> bool:
         """Whether the daemon's word is there, also where nobody waited for it."""

@@ -19,9 +19,6 @@ FIRST_BYTES: Final = 4 << 20
 BATCH_BYTES: Final = 32 << 20
 """Committed at once: long to copy beside what a request costs, short beside a prompt."""
 
-SLOW_BYTES_S: Final = 200e6
-"""A copy that is slower than this counts as stuck."""
-
 
 def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> Steps[int]:
     """How many leading rows of `data` are served when all is done; see Path.put."""

@@ -12,11 +12,11 @@ from typing import Self, TypeVar, cast
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached
-from kvtier.client.held import HeldLease, HeldReservation, adopted
+from kvtier.client.held import SLOW_BYTES_S, HeldLease, HeldReservation, adopted
 from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Given, Identity, Join, Start, Steps, Ticket, Wait
 from kvtier.client.moving import Stretches, registering, registering_kv
-from kvtier.client.putting import SLOW_BYTES_S, putting
+from kvtier.client.putting import putting
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
 from kvtier.client.syncmoving import Region, Transfer
@@ -330,7 +330,7 @@ class Reservation(HeldReservation):
         `after`: an event of a stream that writes them, which is waited for first. Raises io where it is not reached.
         """
         self.fence(after, timeout_s)
-        return self._client.attempt(self._committing(first, pages), 0)
+        return self._client.attempt(self._committing(first, pages), 0, self.summing_s(first, pages))
 
     def abort(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
         """Give back what is not committed; its slots must not be touched any more. `after` as for `commit`."""

@@ -168,9 +168,9 @@ class SyncLink:
         try:
             self._on(joined).call(unmapped_message(old), wire.Ok, deadline)
         except KvtierError as exc:
-            self.recovery.told(old, exc)
+            self.recovery.told(old, joined, exc)
         else:
-            self.recovery.told(old)
+            self.recovery.told(old, joined)
 
     def _connect(self, deadline: float) -> Joined:
         """One attempt; raises Away, and on the very first connection what the daemon refuses."""

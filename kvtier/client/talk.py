@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvtier import wire
-from kvtier.client.link import IN_FLIGHT, Away, Inbox, Ticket
+from kvtier.client.link import IN_FLIGHT, Away, Inbox, Ticket, framed
 from kvtier.client.pipe import Pipe
-from kvtier.types import KvtierError, bad
+from kvtier.types import KvtierError
 
 R = TypeVar("R", bound=wire.Message)
 
@@ -75,10 +75,7 @@ class Talk:
         with self._lock:
             ticket = self._inbox.ticket(self.joined, reply, self)
         try:
-            try:
-                raw = wire.request_frame(message, ticket.request)
-            except (TypeError, ValueError, OverflowError) as exc:
-                raise bad(type(message).__name__, f"what the protocol can say ({exc})") from exc
+            raw = framed(message, ticket.request)
             if begun is not None:
                 begun(ticket)
             self._send(raw, deadline)

@@ -81,7 +81,7 @@ class Feed:
         medium = MEDIUMS.get(tier)
         if medium is None or lo >= hi:
             return
-        chains = index.chain_of(node)
+        chains = index.chain_to(node, hi)
         if lo:
             parent = chains[(lo - 1) * CHAIN_BYTES : lo * CHAIN_BYTES]
         else:
@@ -95,7 +95,7 @@ class Feed:
         """Pages [lo, hi) of a node have no copy in the tier any more."""
         medium = MEDIUMS.get(tier)
         if medium is not None and lo < hi:
-            self._add(Removed(medium, index.chain_of(node)[lo * CHAIN_BYTES : hi * CHAIN_BYTES]))
+            self._add(Removed(medium, index.chain_to(node, hi)[lo * CHAIN_BYTES : hi * CHAIN_BYTES]))
 
     def _add(self, event: Event) -> None:
         self._batch.append(event)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.identity import CacheSpec, chain_keys
+from kvtier.identity import CHAIN_BYTES, CacheSpec, chain_keys
 from kvtier.index.check import checking
 from kvtier.index.copies import Copies, Dropped
-from kvtier.index.names import MASK, added
+from kvtier.index.names import MASK, added, total
 from kvtier.index.node import LOCAL, TIERS, Node, blank, held_to
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY
@@ -136,14 +135,13 @@ class Index(Copies):
         self.version += 1
         self.pages -= node.pages - keep
         if node.name is not None:
-            gone = added(node.edge[keep * self.stride :], self.stride, node.depth + keep)
-            node.name = node.name - sum(gone) & MASK
+            node.name = node.name - total(node.edge[keep * self.stride :], self.stride, node.depth + keep) & MASK
         node.edge = node.edge[: keep * self.stride]
         node.pages = keep
         node.live = min(node.live, keep)
         node.at = [None if held is None else held[:keep] for held in node.at]
         node.sums = [None if kept is None else kept[:keep] for kept in node.sums]
-        node.chain = None if node.chain is None else node.chain[: keep * 16]
+        node.chain = None if node.chain is None else node.chain[: keep * CHAIN_BYTES]
 
     def cut(self, node: Node) -> Cut:
         """Take `node` and all below it out of the index: lost or invalidated. Leased nodes are doomed."""
@@ -180,16 +178,25 @@ class Index(Copies):
 
     def chain_of(self, node: Node) -> bytes:
         """Chain keys of a node's pages, 16 bytes each (for the root: its own)."""
-        missing = []
-        at: Node = node
-        while at.chain is None:
+        return self.chain_to(node, node.pages)
+
+    def chain_to(self, node: Node, pages: int) -> bytes:
+        """The same of its first pages at least: those of a prompt of a million tokens take tens of milliseconds."""
+        missing: list[Node] = []
+        at, most = node, pages
+        while len(at.chain or b"") < CHAIN_BYTES * most:
             missing.append(at)
-            assert at.parent is not None
-            at = at.parent
+            up = at.parent
+            assert up is not None
+            at, most = up, up.pages
         for each in reversed(missing):
             assert each.parent is not None
-            before = self.chain_of(each.parent)[-16:]
-            each.chain = chain_keys(before, each.edge, self.stride)
+            known = each.chain or b""
+            before = known[-CHAIN_BYTES:] or (each.parent.chain or b"")[-CHAIN_BYTES:]
+            end = (pages if each is node else each.pages) * self.stride
+            each.chain = known + chain_keys(
+                before, each.edge[len(known) // CHAIN_BYTES * self.stride : end], self.stride
+            )
         assert node.chain is not None
         return node.chain
 
@@ -202,16 +209,18 @@ class Index(Copies):
             assert at.parent is not None
             at = at.parent
         for each in reversed(missing):
-            name = each.name = name + sum(added(each.edge, self.stride, each.depth)) & MASK
+            name = each.name = name + total(each.edge, self.stride, each.depth) & MASK
         return name
 
-    def names(self, node: Node, lo: int, hi: int) -> list[int]:
-        """Names of pages [lo, hi) of a node."""
+    def names(self, node: Node, lo: int, hi: int, mask: int = 0) -> list[int]:
+        """Names of pages [lo, hi) of a node, those with no bit of a mask."""
         if lo + 1 == node.pages:
-            return [self.name_of(node)]
-        sums = list(accumulate(added(node.edge[lo * self.stride :], self.stride, node.depth + lo)))
-        before = self.name_of(node) - sums[-1]
-        return [before + each & MASK for each in sums[: hi - lo]]
+            name = self.name_of(node)
+            return [] if name & mask else [name]
+        sums = np.cumsum(added(node.edge[lo * self.stride :], self.stride, node.depth + lo), dtype=np.uint64)
+        found = sums[: hi - lo] + np.uint64(self.name_of(node) - int(sums[-1]) & MASK)
+        out: list[int] = found[found & np.uint64(mask) == 0].tolist()
+        return out
 
     def path(self, node: Node) -> Iterator[Node]:
         """The nodes from just below the root to `node`."""

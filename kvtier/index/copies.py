@@ -282,14 +282,15 @@ class Copies:
         """Whether the end of a node is of no use to anybody: no resume point is left below it."""
         if node.over:
             return True
-        return bool(self.states) and node.children is None and self._alive(node) < node.pages
+        if not self.states or node.children is not None:
+            return False
+        last = node.pages - 1  # asked of a leaf with each of its uses, however long it is
+        return not all(any(self.get(node, last, t, g) != NO_COPY for t in LOCAL) for g in self.states)
 
     def _alive(self, node: Node) -> int:
         """Leading pages of a childless node that some state point still makes useful."""
-        for at in range(node.pages - 1, -1, -1):
-            if all(any(self.get(node, at, t, g) != NO_COPY for t in LOCAL) for g in self.states):
-                return at + 1
-        return 0
+        there = np.flatnonzero(np.logical_and.reduce([node.present(g) for g in self.states]))
+        return int(there[-1]) + 1 if there.size else 0
 
     def tail(self, node: Node, tier: int, most: int = RUN_PAGES) -> tuple[int, int]:
         """Pages [lo, hi) to evict next from a leaf of the tier: its deepest copies, at most `most` pages.

@@ -61,7 +61,7 @@ class Node:
         self.below = [0] * TIERS
         """Children per tier whose subtrees hold copies there."""
         self.chain: bytes | None = None
-        """Chain keys of the pages, 16 bytes each, once somebody asked."""
+        """Chain keys of the leading pages, 16 bytes each, as far as somebody asked."""
         self.name: int | None = None
         """Name of the last page, once somebody asked (see names)."""
 

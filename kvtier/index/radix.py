@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.identity import CacheSpec
+from kvtier.identity import CHAIN_BYTES, CacheSpec
 from kvtier.index.base import Index
 from kvtier.index.node import LOCAL, Node
 from kvtier.index.order import Order, Warmth
@@ -171,7 +171,7 @@ class RadixIndex(Index):
             if kept is not None:
                 upper.sums[group], node.sums[group] = kept[:at], kept[at:]
         if node.chain is not None:
-            upper.chain, node.chain = node.chain[: at * 16], node.chain[at * 16 :]
+            upper.chain, node.chain = node.chain[: at * CHAIN_BYTES], node.chain[at * CHAIN_BYTES :] or None
         node.edge = node.edge[cut:]
         node.depth += at
         node.pages -= at
@@ -230,9 +230,9 @@ class RadixIndex(Index):
                 self.heat.join(up, node)
             for order in self.orders.values():
                 order.policy.join(up, node)
-        node.chain = (
-            None if any(each.chain is None for each in chain) else b"".join(each.chain or b"" for each in chain)
-        )
+        known = [each.chain or b"" for each in chain]
+        whole = all(len(keys) == CHAIN_BYTES * each.pages for keys, each in zip(known, chain, strict=True))
+        node.chain = b"".join(known) if whole else None
         node.edge = b"".join(each.edge for each in chain)
         node.depth, node.parent = top.depth, top.parent
         node.pages += sum(up.pages for up in gone)

@@ -43,8 +43,8 @@ class Ghosts(Generic[M]):
 
     def _sampled(self, index: Any, node: Any, lo: int, hi: int) -> list[int]:
         """Names of the pages [lo, hi) of a node that the sample is to know."""
-        mask = self._mask
-        return [name for name in index.names(node, lo, hi) if not name & mask]
+        found: list[int] = index.names(node, lo, hi, self._mask)
+        return found
 
     def add(self, index: Any, node: Any, lo: int, hi: int, mark: M) -> list[M]:
         """Pages [lo, hi) of a node were evicted; returns the marks of those that are forgotten for them."""

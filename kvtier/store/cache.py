@@ -138,10 +138,8 @@ class Cache:
         pools = (self.pools[Tier.DEVICE if on_device(handle) else Tier.HOST] for handle in handles)
         return b"".join(pool.offsets(group, [handle]).tobytes() for pool, handle in zip(pools, handles, strict=True))
 
-    def readable(
-        self, node: Node, group: int, first: int, count: int, tiers: Sequence[int]
-    ) -> tuple[array[int], array[int]]:
-        """Of each page of the path to `node` the handle in the first of `tiers` that has it, and the checksum."""
+    def found(self, node: Node, group: int, first: int, count: int, tiers: Sequence[int]) -> array[int]:
+        """Of each page of the path to `node` the handle in the first of `tiers` that has it."""
         out = self.gather(node, group, first, count, tiers[0])
         for tier in tiers[1:]:
             if NO_COPY not in out:
@@ -150,4 +148,10 @@ class Cache:
             for at, handle in enumerate(out):
                 if handle == NO_COPY:
                     out[at] = other[at]
-        return out, self.gather_sums(node, group, first, count)
+        return out
+
+    def readable(
+        self, node: Node, group: int, first: int, count: int, tiers: Sequence[int]
+    ) -> tuple[array[int], array[int]]:
+        """The same, and the checksums."""
+        return self.found(node, group, first, count, tiers), self.gather_sums(node, group, first, count)

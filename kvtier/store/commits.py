@@ -68,6 +68,8 @@ class Commits:
         try:
             await self._sum(res, items)
             good = True
+        except KvtierError as exc:  # not busy, which would say that they are as they were
+            raise KvtierError(Code.IO, f"pages that could not be summed are given up: {exc.message}") from exc
         finally:
             res.hashing -= 1
             reply = self._serve(res, positions, good=good)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -98,7 +99,7 @@ class Exports:
         else:
             cache = cache_of(self.parts.caches, msg.of.cache)
             await self._settle(cache)
-            spans = deque(Span(n, n.depth, n.depth + n.live) for n in cache.index.walk() if n.live)
+            spans = deque([span async for span in sliced(_spans(cache))])
         if not spans:
             raise KvtierError(Code.UNKNOWN, "nothing of it is cached", "of")
         export = Export(cache, spans)
@@ -182,6 +183,21 @@ class Exports:
             at += size
         said = await self.parts.mover.run(_fill, self.parts.disk, parts, urgency=Urgency.BACKGROUND)
         return [(copy, reason) for copy, reason in zip(plan, said, strict=True) if reason]
+
+
+def _spans(cache: Cache) -> Iterator[Span]:
+    """All that is served, parents first; the index may change between two of them.
+
+    A node that is split is noted from the first page that it had, what is joined to the node below it is noted there.
+    """
+    stack = [(node, 0) for node in (cache.index.root.children or {}).values()]
+    while stack:
+        node, first = stack.pop()
+        if not node.dead:
+            if node.live:
+                yield Span(node, first, node.depth + node.live)
+            first = node.end
+        stack += [(child, first) for child in (node.children or {}).values()]
 
 
 def _plan(cache: Cache, node: Node, first: int, end: int) -> tuple[list[Copy], int]:

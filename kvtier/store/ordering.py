@@ -7,7 +7,8 @@ from collections.abc import Awaitable
 from kvtier import wire
 from kvtier.mover import Mover
 from kvtier.route import order
-from kvtier.store.instance import Process
+from kvtier.store.instance import Path, Process
+from kvtier.store.slices import sliced
 from kvtier.types import bad
 
 
@@ -24,13 +25,13 @@ class Ordering:
         paths = [process.instance.path(handle) for handle in msg.handles]
         if len({path.cache for path in paths}) > 1 or paths[0].cache.spec.keyed:
             raise bad("handles", "requests of one token cache")
-        index = paths[0].cache.radix
-        cached = [index.deepest(path.keys)[1] for path in paths]
-        keys = [path.keys for path in paths]
-        return self._order(msg, keys, index.stride, cached)
+        return self._order(msg, paths)
 
-    async def _order(self, msg: wire.Order, keys: list[bytes], stride: int, cached: list[int]) -> wire.Ordered:
-        """Compare the prompts in a worker thread: some megabytes of keys take milliseconds."""
+    async def _order(self, msg: wire.Order, paths: list[Path]) -> wire.Ordered:
+        """Look for the prompts in slices and compare them in a worker thread: megabytes of keys take milliseconds."""
+        index = paths[0].cache.radix
+        keys = [path.keys for path in paths]
+        cached = [index.deepest(each)[1] async for each in sliced(keys)]
         waited = [float(ms) for ms in msg.waited_ms]
-        turns = await self._mover.run(order, keys, stride, cached, waited, float(msg.bound_ms))
+        turns = await self._mover.run(order, keys, index.stride, cached, waited, float(msg.bound_ms))
         return wire.Ordered(tuple(msg.handles[n] for n in turns))

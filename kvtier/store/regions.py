@@ -18,6 +18,7 @@ from kvtier.store.kvregions import KvRegions
 from kvtier.store.loads import Missing
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import OPEN, Reservation
+from kvtier.store.slices import sliced
 from kvtier.store.transfer import Fetch, Moved, Piece, fetch, move
 from kvtier.tiers.region import Region
 from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
@@ -108,7 +109,8 @@ class Regions:
             raise bad("group", f"0..{cache.index.groups - 1}", msg.group)
         if cache.item_bytes[msg.group] > region.row_bytes:
             raise bad("region", f"rows of at least {cache.item_bytes[msg.group]} bytes", region.row_bytes)
-        return [int(row) for row in rows]
+        out: list[int] = rows.tolist()
+        return out
 
     async def _move(
         self, process: Process, number: int, work: Callable[[Region], Awaitable[list[Moved]]]
@@ -202,23 +204,25 @@ class Regions:
         self, process: Process, msg: Load, source: Source, rows: list[int]
     ) -> tuple[bytearray, list[int]]:
         """Copy what host has; returns a byte per row, 1 where it was done, and where host's bytes were wrong."""
-        done = bytearray(len(rows))
-        plan = [
-            (at, Piece(row, source.cache.views(msg.group, source.handles[at]), source.sums[at]))
-            for at, row in enumerate(rows)
-            if row >= 0 and source.handles[at] != NO_COPY
+        cache, group, done = source.cache, msg.group, bytearray(len(rows))
+        chosen = [at for at, row in enumerate(rows) if row >= 0 and source.handles[at] != NO_COPY]
+        pieces = [
+            Piece(rows[at], cache.views(group, source.handles[at]), source.sums[at]) async for at in sliced(chosen)
         ]
-        pieces = [piece for _, piece in plan]
+        size = cache.item_bytes[group]
         with self.parts.ways.busy.moving("host_to_region"):
             moved = await self._move(
-                process, msg.region, lambda region: move(self.parts.mover, region, pieces, load=True)
+                process, msg.region, lambda region: move(self.parts.mover, region, pieces, size, load=True)
             )
-        for (at, _), result in zip(plan, moved, strict=True):
+        wrong = []
+        for at, result in zip(chosen, moved, strict=True):
             done[at] = not result.error
             if result.error:
                 self.parts.counts[f"region_load_{result.error}"] += 1
-        self.parts.counts["bytes_host_to_region"] += sum(done) * source.cache.item_bytes[msg.group]
-        return done, [at for (at, _), result in zip(plan, moved, strict=True) if result.error == "checksum"]
+                if result.error == "checksum":
+                    wrong.append(at)
+        self.parts.counts["bytes_host_to_region"] += sum(done) * size
+        return done, wrong
 
     def _lose(self, source: Source, group: int, wrong: list[tuple[Node, int, int]]) -> None:
         """Drop host's copies that are not what was stored: (node, page, row)."""
@@ -250,9 +254,11 @@ class Regions:
                 self.parts.loads.lose(cache, missing, result.error)
             self.parts.counts["bytes_disk_to_region"] += size * done[at]
 
-    async def _read(self, process: Process, number: int, pieces: list[Piece]) -> list[Moved]:
-        """Copy rows into slots."""
-        return await self._move(process, number, lambda region: move(self.parts.mover, region, pieces, load=False))
+    async def _read(self, process: Process, number: int, pieces: list[Piece], size: int) -> list[Moved]:
+        """Copy rows into slots of items of `size` bytes."""
+        return await self._move(
+            process, number, lambda region: move(self.parts.mover, region, pieces, size, load=False)
+        )
 
     # -- store ---------------------------------------------------------------------------------------------------
 
@@ -288,9 +294,10 @@ class Regions:
         at = [n for n in range(res.pages) if res.state[n] == OPEN]
         pieces = [Piece(rows[n], res.cache.views(msg.group, res.handles[msg.group][n]), 0) for n in at]
         filled: list[int] = []
+        size = res.cache.item_bytes[msg.group]
         res.hashing += 1
         try:
-            for n, result in zip(at, await self._read(process, msg.region, pieces), strict=True):
+            for n, result in zip(at, await self._read(process, msg.region, pieces, size), strict=True):
                 if not result.error:
                     res.sums[msg.group][n] = result.sum
                     filled.append(n)
@@ -304,7 +311,7 @@ class Regions:
             res.committer = None  # its number was told to nobody: nor is what becomes durable
             answer = self.commits.complete(res, filled)
             assert not asyncio.iscoroutine(answer)
-            self.parts.counts["bytes_region_to_host"] += len(filled) * res.cache.item_bytes[msg.group]
+            self.parts.counts["bytes_region_to_host"] += len(filled) * size
 
     async def _into_reservation(self, process: Process, msg: Store) -> Stored:
         res = process.instance.reservations.get(msg.reservation)
@@ -321,12 +328,14 @@ class Regions:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", msg.first)
         handles = res.handles[msg.group][first : first + len(rows)]
         at = [n for n, row in enumerate(rows) if row >= 0 and handles[n] != NO_COPY and res.state[first + n] == OPEN]
-        pieces = [Piece(rows[n], res.cache.views(msg.group, handles[n]), 0) for n in at]
         done = bytearray(handle == NO_COPY for handle in handles)
+        cache, group = res.cache, msg.group
         res.hashing += 1
         res.filling.update(first + n for n in at)
         try:
-            for n, result in zip(at, await self._read(process, msg.region, pieces), strict=True):
+            pieces = [Piece(rows[n], cache.views(group, handles[n]), 0) async for n in sliced(at)]
+            moved = await self._read(process, msg.region, pieces, cache.item_bytes[group])
+            for n, result in zip(at, moved, strict=True):
                 done[n] = not result.error
         finally:
             res.hashing -= 1

@@ -244,8 +244,9 @@ def _node(cache: Cache, node: Node, level: int, now: float) -> dict[str, Any]:
         "tiers": {tier.name.lower(): node.count[tier] for tier in Tier if node.count[tier]},
         "children": len(node.children or ()),
     }
-    if node.chain:
-        row["chain"] = node.chain[-CHAIN_BYTES:].hex()
+    chain = node.chain or b""
+    if len(chain) == CHAIN_BYTES * node.pages:
+        row["chain"] = chain[-CHAIN_BYTES:].hex()
     if cache.spec.keyed:
         row["key"] = node.edge[1:].hex()
         row["group"] = node.edge[0]

@@ -9,14 +9,31 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.index import Node
+from kvtier.index.node import LOCAL
 from kvtier.store.cache import Cache
 from kvtier.store.instance import WHOLE, Process
 from kvtier.tiers.slab import SlotState
 from kvtier.types import NO_COPY, Tier
 
 OPEN, HASHING, COMPLETE, SETTLED, ABORTED = range(5)
+
+
+def _to(state: int, *before: int) -> bytes:
+    """A table for bytes.translate: states `before` become `state`. A reservation may have as many as 100,000 pages."""
+    return bytes.maketrans(bytes(before), bytes([state]) * len(before))
+
+
+_GIVEN_UP: Final = _to(ABORTED, OPEN)
+_UNSERVED: Final = _to(ABORTED, OPEN, COMPLETE)
+_SUMMED: Final = _to(COMPLETE, HASHING)
+_NOT_SUMMED: Final = _to(ABORTED, HASHING)
+_FAILED: Final = _to(ABORTED, OPEN, HASHING, COMPLETE)
 
 
 class Reservation:
@@ -87,15 +104,17 @@ class Reservation:
         self.committer = process
         end = first + pages
         if rank.bit == WHOLE and self.state.count(OPEN, first, end) == pages:  # the usual case, a page at a time dear
-            self.marks[first:end] = array("Q", [mark | WHOLE for mark in self.marks[first:end]])
+            np.frombuffer(self.marks, np.uint64)[first:end] |= np.uint64(WHOLE)
             self.state[first:end] = bytes([HASHING]) * pages
             return range(first, end)
-        out = []
-        for at in range(first, end):
-            self.marks[at] |= rank.bit
-            if self.state[at] == OPEN and (self.marks[at] & WHOLE or (full and self.marks[at] & full == full)):
-                self.state[at] = HASHING
-                out.append(at)
+        marks = np.frombuffer(self.marks, np.uint64)[first:end]
+        marks |= np.uint64(rank.bit)
+        done = (marks & np.uint64(WHOLE)) > 0
+        if full:
+            done |= (marks & np.uint64(full)) == full
+        done &= np.frombuffer(self.state, np.uint8)[first:end] == OPEN
+        out: list[int] = (np.flatnonzero(done) + first).tolist()
+        np.frombuffer(self.state, np.uint8)[out] = HASHING
         return out
 
     def whole(self, process: Process) -> bool:
@@ -112,15 +131,19 @@ class Reservation:
 
     def unsummed(self, positions: Sequence[int]) -> list[tuple[int, int, int]]:
         """(group, position, handle) of the items at these positions whose checksum is not known."""
-        return [
-            (group, at, held[at])
-            for group, (held, sums) in enumerate(zip(self.handles, self.sums, strict=True))
-            for at in positions
-            if not sums[at] and held[at] != NO_COPY
-        ]
+        out: list[tuple[int, int, int]] = []
+        for group, (held, sums) in enumerate(zip(self.handles, self.sums, strict=True)):
+            known = np.frombuffer(sums, np.uint64)
+            if not isinstance(positions, range) or not known[positions.start : positions.stop].all():
+                out += [(group, at, held[at]) for at in positions if not sums[at] and held[at] != NO_COPY]
+        return out
 
     def summed(self, positions: Sequence[int], *, good: bool) -> None:
         """The checksums of complete pages are known, or could not be taken."""
+        if isinstance(positions, range):
+            part = slice(positions.start, positions.stop)
+            self.state[part] = self.state[part].translate(_SUMMED if good else _NOT_SUMMED)
+            return
         for at in positions:
             if self.state[at] == HASHING:
                 self.state[at] = COMPLETE if good else ABORTED
@@ -144,7 +167,7 @@ class Reservation:
             if cache.gone(node) or parent is None or at > node.live or parent.live < parent.pages:
                 break
             if at < node.live:
-                self._merge(node, at)
+                self._merge(node, at, self._stretch(min(node.live - at, self.pages - self.next)))
             else:
                 count = self._stretch(min(node.pages - at, self.pages - self.next))
                 self._serve(node, at, count)
@@ -172,20 +195,22 @@ class Reservation:
         self._settled(lo, hi)
         self.next = hi
 
-    def _merge(self, node: Node, at: int) -> None:
-        """Somebody served this page first: fill what it lacks, give the rest back."""
-        index = self.cache.index
+    def _merge(self, node: Node, at: int, count: int) -> None:
+        """Somebody served these pages first: fill what they lack, give the rest back."""
+        index, lo, hi = self.cache.index, self.next, self.next + count
         for group, held in enumerate(self.handles):
-            handle = held[self.next]
-            if handle == NO_COPY:
-                continue
-            if any(index.get(node, at, tier, group) != NO_COPY for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)):
-                self.cache.free(self.tier, group, [handle])
-            else:
-                self.cache.settle(self.tier, group, array("q", [handle]))
-                index.put(node, at, self.tier, group, [handle], [self.sums[group][self.next]])
-        self._settled(self.next, self.next + 1)
-        self.next += 1
+            mine = np.array(held[lo:hi], np.int64)
+            there = np.zeros(count, bool)
+            for row in (node.at[tier * index.groups + group] for tier in LOCAL):
+                if row is not None:
+                    there |= np.array(row[at : at + count], np.int64) != NO_COPY
+            self.cache.free(self.tier, group, _handles(mine[there]))
+            mine[there] = NO_COPY
+            if fresh := _handles(mine):
+                self.cache.settle(self.tier, group, fresh)
+                index.put(node, at, self.tier, group, array("q", mine.tobytes()), self.sums[group][lo:hi])
+        self._settled(lo, hi)
+        self.next = hi
 
     def _settled(self, lo: int, hi: int) -> None:
         """Positions whose slots are no longer this reservation's."""
@@ -209,7 +234,7 @@ class Reservation:
         self._serve_keys(fresh, now)
         for at in known:
             self.next = at
-            self._merge(self.nodes[at], 0)
+            self._merge(self.nodes[at], 0, 1)
         self.published += len(ready)
         self.cache.counts["pages_published"] += len(fresh)
         return fresh
@@ -236,15 +261,11 @@ class Reservation:
 
     def abandon(self, *, complete: bool = False) -> None:
         """No page that is not complete will be any more; nor, if `complete`, will those be served that are."""
-        for at in range(self.pages):
-            if self.state[at] == OPEN or (complete and self.state[at] == COMPLETE):
-                self.state[at] = ABORTED
+        self.state = self.state.translate(_UNSERVED if complete else _GIVEN_UP)
 
     def fail(self) -> None:
         """Its tier failed: nothing that is not served yet will be, whoever sums or commits it."""
-        for at in range(self.pages):
-            if self.state[at] != SETTLED:
-                self.state[at] = ABORTED
+        self.state = self.state.translate(_FAILED)
 
     def decide(self) -> None:
         """Name the writer of every shard that has one now and had none: it may write, whatever becomes of it later."""
@@ -264,9 +285,10 @@ class Reservation:
         for bit, process in self.writers.items():
             if process not in self.instance.processes:
                 never |= bit
-        for at in range(self.pages if never else 0):
-            if self.state[at] == OPEN and never & ~self.marks[at]:
-                self.state[at] = ABORTED
+        if never:
+            lacking = np.frombuffer(self.marks, np.uint64) & np.uint64(never) != never
+            state = np.frombuffer(self.state, np.uint8)
+            state[lacking & (state == OPEN)] = ABORTED
 
     @property
     def writable(self) -> bool:
@@ -278,7 +300,8 @@ class Reservation:
 
     def _unmarked(self, bit: int) -> bool:
         """Whether a shard of some page was not committed."""
-        return any(state != SETTLED and not mark & bit for state, mark in zip(self.state, self.marks, strict=True))
+        unmarked = np.frombuffer(self.marks, np.uint64) & np.uint64(bit) == 0
+        return bool((unmarked & (np.frombuffer(self.state, np.uint8) != SETTLED)).any())
 
     @property
     def dead(self) -> bool:
@@ -306,9 +329,14 @@ class Reservation:
 
     def drop(self, unlease: Callable[[Cache, Node], None]) -> None:
         """End it: what is not served goes back to the pool."""
-        for group, _, handle in self.items([at for at in range(self.pages) if self.state[at] != SETTLED]):
-            self.cache.free(self.tier, group, [handle])
+        for group, held in enumerate(self.handles):
+            self.cache.free(self.tier, group, _handles(np.array(held, np.int64)))
         self._settled(0, self.pages)
         self.over = True
         for node in self.nodes:
             unlease(self.cache, node)
+
+
+def _handles(row: npt.NDArray[np.int64]) -> array[int]:
+    """Those in a row that are some."""
+    return array("q", row[row != NO_COPY].tobytes())

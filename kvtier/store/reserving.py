@@ -54,12 +54,16 @@ class Reserving:
         if space is None or not space.memory.budget_bytes:
             return Reserved(0, 0, refused=Code.NO_SPACE)
         ask = Ask(process, path, msg, wanted, space)
-        lack = self._needs(ask)
+        version, absent = cache.index.version, self._lacking(cache, path.keys, msg.start, wanted)
+        fits = self._fits(ask, absent)
+        lack = [mask[:fits] for mask in absent]
         needs = [int(mask.sum()) for mask in lack]
         if space.allowance.fits(cache, needs):
             got = [cache.pools[space.tier].alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
             if all(len(have) == n for have, n in zip(got, needs, strict=True)):
-                return self._fill(ask, got, "")
+                if cache.index.version != version:  # a quota made it give up pages, which may be of this path
+                    absent = self._lacking(cache, path.keys, msg.start, wanted)
+                return self._fill(ask, got, "", absent)
             space.give_back(cache, got)
         groups: list[int] = np.nonzero(np.stack(lack, axis=1))[1].tolist()  # page by page
         return self._reserve_later(ask, groups, deadline)
@@ -84,15 +88,14 @@ class Reserving:
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.NO_SPACE)
         whole = sum(map(len, got)) == len(groups)
-        return self._fill(ask, got, "" if whole else space.allowance.short(cache, groups))
+        short = "" if whole else space.allowance.short(cache, groups)
+        return self._fill(ask, got, short, self._lacking(cache, ask.path.keys, ask.msg.start, ask.wanted))
 
-    def _needs(self, ask: Ask) -> list[Mask]:
-        """Items to allocate, per group and page: what is wanted, not there yet, and within the instance's cap."""
-        cache = ask.path.cache
-        lack = self._lacking(cache, ask.path.keys, ask.msg.start, ask.wanted)
-        cost = sum(m.astype(np.int64) * cache.slot_cost(g) for g, m in enumerate(lack))
-        fits = int(np.searchsorted(np.cumsum(cost), ask.process.instance.room(ask.space.tier), side="right"))
-        return [mask[:fits] for mask in lack]
+    @staticmethod
+    def _fits(ask: Ask, lack: list[Mask]) -> int:
+        """How many leading pages are within the instance's cap."""
+        cost = sum(m.astype(np.int64) * ask.path.cache.slot_cost(g) for g, m in enumerate(lack))
+        return int(np.searchsorted(np.cumsum(cost), ask.process.instance.room(ask.space.tier), side="right"))
 
     @staticmethod
     def _lacking(cache: Cache, keys: bytes, start: int, wanted: list[Mask]) -> list[Mask]:
@@ -111,16 +114,14 @@ class Reserving:
             out.append(lack)
         return out
 
-    def _fill(self, ask: Ask, got: list[array[int]], short: str) -> Reserved:
-        """Make the reservation of as many leading pages as the slots cover."""
-        process, path, msg, wanted, space = ask
+    def _fill(self, ask: Ask, got: list[array[int]], short: str, lack: list[Mask]) -> Reserved:
+        """Make the reservation of as many leading pages as the slots cover; `lack`: which items are absent now."""
+        process, path, msg, _, space = ask
         cache, index = path.cache, path.cache.radix
         if index.known(path.keys[: msg.start * index.stride]) < msg.start:
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        lack = self._lacking(cache, path.keys, msg.start, wanted)
-        cost = sum(m.astype(np.int64) * cache.slot_cost(g) for g, m in enumerate(lack))
-        granted = int(np.searchsorted(np.cumsum(cost), process.instance.room(space.tier), side="right"))
+        granted = self._fits(ask, lack)
         refused = "" if granted == msg.pages else str(Code.OVER_CAP)
         for group, mask in enumerate(lack):
             covered = int(np.searchsorted(np.cumsum(mask), len(got[group]), side="right"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvtier.identity import CHAIN_BYTES
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.types import NO_COPY, Tier
@@ -44,14 +45,16 @@ def names_of(cache: Cache, node: Node, first: int, end: int) -> tuple[bytes, byt
         lo, hi = max(up.depth, first), min(up.end, end)
         if lo < hi:
             keys.append(up.edge[(lo - up.depth) * stride : (hi - up.depth) * stride])
-            chains.append(cache.index.chain_of(up)[(lo - up.depth) * 16 : (hi - up.depth) * 16])
+            chain = cache.index.chain_to(up, hi - up.depth)
+            chains.append(chain[(lo - up.depth) * CHAIN_BYTES : (hi - up.depth) * CHAIN_BYTES])
         if up.depth <= first:
             break
         assert up.parent is not None
         up = up.parent
     if first > up.depth:
-        before = cache.index.chain_of(up)[(first - up.depth - 1) * 16 : (first - up.depth) * 16]
+        end = (first - up.depth) * CHAIN_BYTES
+        before = cache.index.chain_to(up, first - up.depth)[end - CHAIN_BYTES : end]
     else:
         assert up.parent is not None
-        before = cache.index.chain_of(up.parent)[-16:]
+        before = cache.index.chain_of(up.parent)[-CHAIN_BYTES:]
     return b"".join(reversed(keys)), b"".join(reversed(chains)), before

@@ -66,7 +66,7 @@ class Scrub:
     ) -> Iterator[Place]:
         """Every copy there is when its turn comes; nodes that come and go meanwhile are met in the next round."""
         for cache in list(self.caches.values()) if caches is None else caches:
-            for node in list(cache.index.walk()):
+            for node in cache.index.walk():
                 for tier in tiers:
                     for group in range(cache.index.groups):
                         held = node.handles(tier, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +21,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.carrier import Stuck
 from kvtier.store.copying import Copying, Move
 from kvtier.store.persist import Persist
-from kvtier.store.slices import sliced
+from kvtier.store.slices import SLICE_S, sliced
 from kvtier.store.ways import Ways
 from kvtier.tiers.host import SlabTier
 from kvtier.tiers.pool import SlotPool
@@ -126,17 +127,16 @@ class Space:
         """Add to `got` until it is what is needed, or nothing helps."""
         loop = asyncio.get_running_loop()
         progress = True
-        while progress:
-            missing = [n - len(have) for n, have in zip(needs, got, strict=True)]
-            if not any(missing):
-                return
+        while progress and any(missing := [n - len(have) for n, have in zip(needs, got, strict=True)]):
             progress = loop.time() < deadline and await self._fair(pool)
-            progress = progress or self.evict(pool, missing)
+            progress = progress or self.evict(pool, missing, slice_s=SLICE_S)
             if not progress and loop.time() < deadline:
                 progress = await self._wait_or_steal(pool, missing, deadline)
             for group, n in enumerate(missing):
                 if n:
                     got[group].extend(pool.alloc(group, n))
+            if sum(map(len, got)) < sum(needs):
+                await asyncio.sleep(0)
 
     def ahead(self, pool: SlotPool) -> None:
         """Where little room is left, make some before it is asked for, a slice at a time."""
@@ -169,19 +169,20 @@ class Space:
 
     # -- eviction --------------------------------------------------------------------------------------------
 
-    def evict(self, pool: SlotPool, missing: list[int], share: int = ANY) -> bool:
+    def evict(self, pool: SlotPool, missing: list[int], share: int = ANY, slice_s: float = math.inf) -> bool:
         """Drop cold clean pages until `missing` items per group fit; False when nothing could be dropped.
 
         A page that no slower tier holds is offered to the next one first; where that is refused, it is lost only when
         there is no copy to drop that such a tier has too. A group without any slot is not helped by evicting pages of
-        the others. Of one quota, or of all.
+        the others. Of one quota, or of all. Ends after `slice_s`, once something goes.
         """
         order = self.order_of(pool)
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
         dropped = offered = 0
         unsaved: list[tuple[Index, Node]] = []
+        until = time.perf_counter() + slice_s
         try:
-            while offered < max(left):
+            while offered < max(left) and (not (dropped or offered) or time.perf_counter() < until):
                 taken = order.pop(self.ways.now(), share) if len(unsaved) < MAX_UNSAVED else None
                 if taken is None and not unsaved:
                     break
@@ -394,4 +395,4 @@ def _holds(pool: SlotPool, slab: Slab, group: int, handle: int) -> bool:
 
 def _needs(cache: Cache, groups: Sequence[int]) -> list[int]:
     """How many items of each group these are."""
-    return [sum(1 for each in groups if each == group) for group in range(cache.index.groups)]
+    return [groups.count(group) for group in range(cache.index.groups)]

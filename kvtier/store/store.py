@@ -68,7 +68,7 @@ class Store(Attached):
         self.report = Report(self.parts, self.checkup, version)
         operate = Operate(self.parts)
         self.scrub = Scrub(self.parts.caches, self.parts.loads, self.parts.space, self.parts.mover, self.parts.counts)
-        upkeep = Upkeep(self.parts, operate, self.scrub)
+        upkeep = Upkeep(self.parts, operate, self.scrub, self.checkup)
         self.visits = Visits(self.parts)
         exports, imports = Exports(self.parts, self.visits), Imports(self.parts, self.visits)
         self._scrub_bytes_s = scrub_bytes_s

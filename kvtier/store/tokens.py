@@ -15,7 +15,6 @@ from kvtier.index import Found, Node
 from kvtier.store import misses
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Instance, Lease, Path, Process
-from kvtier.store.loads import Missing
 from kvtier.store.reserving import Reserving
 from kvtier.store.segments import segments
 from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
@@ -112,7 +111,7 @@ class Tokens(Reserving):
         process.instance.forget(msg.handle)
         return Ok()
 
-    def prefetch(self, process: Process, msg: Prefetch) -> Ok:
+    async def prefetch(self, process: Process, msg: Prefetch) -> Ok:
         """Start loading what of the handle's match is not in host, and do not wait."""
         path = process.instance.path(msg.handle)
         found = path.cache.radix.match(path.keys, self.parts.now())
@@ -120,8 +119,10 @@ class Tokens(Reserving):
         if found.pages:
             index = path.cache.radix
             node = index.ending_at(found.node, found.pages)
-            missing = self.parts.loads.missing(path.cache, node, index.needed(found.pages))
-            self.parts.loads.start(path.cache, missing, self.parts.deadline(60_000))
+            loads, needed = self.parts.loads, index.needed(found.pages)
+            with self.parts.leased(path.cache, node):
+                missing = await loads.lacking(path.cache, node, needed)
+                await loads.begin(path.cache, missing, self.parts.deadline(60_000))
         return Ok()
 
     # -- acquire -------------------------------------------------------------------------------------------------
@@ -166,10 +167,9 @@ class Tokens(Reserving):
         held = self._hold(process.instance, path, pages, tiers) if pages else None
         if held is None:
             return Acquired(0, 0)
-        lease, missing = held
-        if not missing:
-            return self._grant(process.instance, lease)
-        self._drop(process.instance, lease)  # a coroutine that is cancelled before it begins could not give it back
+        if self._whole(held):
+            return self._grant(process.instance, held)
+        self._drop(process.instance, held)  # a coroutine that is cancelled before it begins could not give it back
         return self._load(process.instance, path, pages, deadline, tiers)
 
     def _worth(self, path: Path) -> int:
@@ -179,7 +179,7 @@ class Tokens(Reserving):
         links = self.parts.links
         return links.loaded(parts, links.judge(path.cache, parts, path.prefill).cut, time.monotonic())
 
-    def _hold(self, instance: Instance, path: Path, pages: int, tiers: Tiers) -> tuple[Lease, list[Missing]] | None:
+    def _hold(self, instance: Instance, path: Path, pages: int, tiers: Tiers) -> Lease | None:
         """Lease the longest match (of at most `pages`) within the cap; None where there is none."""
         cache = path.cache
         index = cache.radix
@@ -203,8 +203,13 @@ class Tokens(Reserving):
         node = index.ending_at(node, end)
         node.time = max(node.time, self.parts.now())
         index.lease(node)
-        lease = Lease(cache, [node], end, cost - there, tiers=tiers, device_cost=there)
-        return lease, self.parts.loads.missing(cache, node, index.needed(end), tiers)
+        return Lease(cache, [node], end, cost - there, tiers=tiers, device_cost=there)
+
+    @staticmethod
+    def _whole(lease: Lease) -> bool:
+        """Whether its holder can read all of it in place."""
+        cache, needed = lease.cache, lease.cache.radix.needed(lease.pages)
+        return all(NO_COPY not in cache.found(lease.nodes[0], *each, lease.tiers) for each in needed)
 
     @staticmethod
     def _there(cache: Cache, node: Node, pages: int) -> int:
@@ -222,16 +227,15 @@ class Tokens(Reserving):
     async def _load(self, instance: Instance, path: Path, pages: int, deadline: float, tiers: Tiers) -> Acquired:
         """Bring the missing pages; a lost copy or the deadline leaves the longest prefix that can be read in place."""
         for _ in range(MAX_TRIES):
-            held = self._hold(instance, path, pages, tiers)
-            if held is None:
+            lease = self._hold(instance, path, pages, tiers)
+            if lease is None:
                 break
-            lease, missing = held
-            if not missing:
-                return self._grant(instance, lease)
             cache, node = lease.cache, lease.nodes[0]
             try:
+                needed = cache.radix.needed(lease.pages)
+                missing = await self.parts.loads.lacking(cache, node, needed, lease.tiers)
                 begun = time.perf_counter()
-                if await self.parts.loads.bring(cache, missing, deadline):
+                if missing and await self.parts.loads.bring(cache, missing, deadline):
                     slowest = max(m.tier for m in missing)
                     nbytes = sum(cache.item_bytes[m.group] for m in missing)
                     self.parts.links.links[Tier(slowest)].note(nbytes, time.perf_counter() - begun, time.monotonic())

@@ -77,10 +77,10 @@ def store_pieces(region: Region, pieces: Sequence[Piece]) -> list[Moved]:
     return out
 
 
-async def move(mover: Mover, region: Region, pieces: list[Piece], *, load: bool) -> list[Moved]:
+async def move(mover: Mover, region: Region, pieces: list[Piece], item_bytes: int, *, load: bool) -> list[Moved]:
     """Run the pieces in batches; a cancelled caller leaves only when no byte moves any more."""
     work = load_pieces if load else store_pieces
-    done = await mover.share(work, batches(pieces, lambda p: sum(v.nbytes for v in p.views)), region)
+    done = await mover.share(work, batches(pieces, lambda _: item_bytes), region)
     return [moved for part in done for moved in part]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier import wire
 from kvtier.store.cache import Cache
+from kvtier.store.checkup import Checkup
 from kvtier.store.operate import Operate
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of
@@ -26,10 +27,11 @@ TRIES = 3
 class Upkeep:
     """The `disk` verbs. All refuse with bad_request where there is no disk tier, and with busy while it loads."""
 
-    def __init__(self, parts: Parts, operate: Operate, scrub: Scrub) -> None:
+    def __init__(self, parts: Parts, operate: Operate, scrub: Scrub, checkup: Checkup) -> None:
         self.parts = parts
         self.operate = operate
         self.scrub = scrub
+        self.checkup = checkup
 
     def _disk(self) -> DiskTier:
         """The tier, ready to be looked at."""
@@ -94,7 +96,7 @@ class Upkeep:
         for left in reversed(range(TRIES)):
             await flushed(disk)
             records, wrong = await self._records(disk)
-            wrong += self.parts.check()
+            wrong += (await self.checkup.round()).broken
             pages, strays = await self._named(disk)
             wrong += strays
             if not wrong or not left:
@@ -118,7 +120,7 @@ class Upkeep:
         """Every disk copy that an index names against what is stored."""
         copies, wrong = 0, list[str]()
         for cache in list(self.parts.caches.values()):
-            async for node in sliced(list(cache.index.walk())):
+            async for node in sliced(cache.index.walk()):
                 for group in range(cache.index.groups):
                     held, sums = node.at[Tier.DISK * cache.index.groups + group], node.sums[group]
                     for at, handle in enumerate(held or ()):

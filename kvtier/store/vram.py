@@ -171,7 +171,7 @@ class Vram:
     async def _forget_some(self, cache: Cache) -> bool:
         """Go through a cache once, in slices; False where nothing was left: meanwhile nodes come from splits."""
         found = False
-        async for node in sliced(list(cache.index.walk())):
+        async for node in sliced(cache.index.walk()):
             if node.dead or not node.count[Tier.DEVICE]:
                 continue
             found = True
@@ -207,7 +207,7 @@ class Vram:
         for cache in caches:
             if Tier.DEVICE not in cache.pools or self.state != "ready":
                 continue
-            async for node in sliced(list(cache.index.walk())):
+            async for node in sliced(cache.index.walk()):
                 lo = self.space.unsaved_from(cache.index, node, 0, node.live)
                 if not node.dead and lo < node.live:
                     asked.append((cache, node, node.depth + lo, node.depth + node.live))

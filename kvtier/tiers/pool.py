@@ -30,6 +30,8 @@ class _Group:
         self.per_item = per_item
         self.items: dict[int, Addresses] = {}
         self.slabs: dict[int, Slab] = {}
+        self.slots = self.used = self.bytes = 0
+        """Of all slabs, of which a large host has thousands: nobody adds them up to hand out a slot."""
         self.lows: list[int] = []
         self.open: list[tuple[int, int]] = []  # heap of (free slots, lo): an entry is void once the number differs
 
@@ -140,15 +142,15 @@ class SlotPool:
     @property
     def total_bytes(self) -> int:
         """Bytes taken from the budget."""
-        return sum(slab.plot.hi - slab.plot.lo for slab in self.slabs)
+        return sum(group.bytes for group in self._groups)
 
     def capacity(self, group: int) -> int:
         """Slots of the group, free or not."""
-        return sum(slab.slots for slab in self._groups[group].slabs.values())
+        return self._groups[group].slots
 
     def used(self, group: int) -> int:
         """Slots of the group that are not free."""
-        return sum(slab.used for slab in self._groups[group].slabs.values())
+        return self._groups[group].used
 
     def counts(self) -> list[dict[SlotState, int]]:
         """Slots in each state, per group."""
@@ -238,6 +240,10 @@ class SlotPool:
     @staticmethod
     def _check_group(one: _Group) -> list[str]:
         wrong = []
+        slabs = one.slabs.values()
+        sums = sum(s.slots for s in slabs), sum(s.used for s in slabs), sum(s.plot.hi - s.plot.lo for s in slabs)
+        if sums != (counted := (one.slots, one.used, one.bytes)):
+            wrong.append(f"group {one.number}: (slots, used, bytes) {counted}, its slabs have {sums}")
         if one.lows != sorted(one.slabs):
             wrong.append(f"group {one.number}: slabs out of order")
         hidden = {(s.free, s.lo) for s in one.slabs.values() if s.free and not s.closed} - set(one.open)
@@ -261,6 +267,7 @@ class SlotPool:
                 grown.append(slab)
             parts.append(slab.take(n))
             n -= parts[-1].size
+            one.used += parts[-1].size
             one.offer(slab)
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -284,6 +291,7 @@ class SlotPool:
         """Free located slots; a closed slab that is empty now goes back."""
         for slab, index in located:
             slab.move(index, SlotState.FREE)
+            one.used -= index.size
             one.offer(slab)
             if slab.closed and not slab.used:
                 self._return(one, slab)
@@ -298,6 +306,7 @@ class SlotPool:
             self._begin()
         slab = Slab(plot, one.number, one.slot_bytes)
         one.slabs[slab.lo] = slab
+        one.slots, one.bytes = one.slots + slab.slots, one.bytes + plot.hi - plot.lo
         bisect.insort(one.lows, slab.lo)
         return slab
 
@@ -305,6 +314,7 @@ class SlotPool:
         """Give an empty slab back to the budget."""
         slab.closed = True
         del one.slabs[slab.lo]
+        one.slots, one.bytes = one.slots - slab.slots, one.bytes - (slab.plot.hi - slab.plot.lo)
         one.lows.remove(slab.lo)
         self._space.give(slab.plot)
         if not any(each.slabs for each in self._groups):

@@ -1,0 +1,122 @@
+"""What several threads and tasks of an engine do at once, and what cannot be said, leaves the client as it was."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clientkit import FULL, KEYED, ROWS, SPEC, content, keys, put, right, spec_of, stopped
+from kvtier import wire
+from kvtier.client import AsyncClient, Client
+from kvtier.demo.daemon import Daemon
+from kvtier.identity import GroupSpec
+from kvtier.types import Code, Kind, KvtierError
+
+BIG = spec_of(GroupSpec(Kind.FULL, 1, 1, 4 << 20))
+
+
+def until(holds: Any) -> None:
+    """Ask again until it holds."""
+    deadline = time.monotonic() + 5.0
+    while not holds():
+        assert time.monotonic() < deadline, "still waiting"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """An engine's own rows."""
+    fd = os.memfd_create("rows", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, ROWS * FULL.item_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    yield fd
+    os.close(fd)
+
+
+async def test_what_cannot_be_said_is_refused_by_name_and_leaves_nothing_in_flight(standing: Daemon) -> None:
+    """However often: an async client counts only requests that were sent."""
+    async with AsyncClient(standing.socket) as client:
+        cache = await client.open(SPEC)
+        path = await cache.match(keys(2))
+        wrong: Any = np.int64(1)
+        for _ in range(300):
+            with pytest.raises(KvtierError) as caught:
+                await path.reserve(0, wrong)
+            assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "Reserve")
+        assert not client.link.inbox.tickets
+        assert await client.ping()
+
+
+def test_a_cache_that_is_reset_while_another_thread_opens_it_again_is_of_the_new_epoch(standing: Daemon) -> None:
+    """The answer about the old epoch comes last: nothing would be found or stored any more."""
+    with Client(standing.socket, instance="threads") as client:
+        cache = client.open(SPEC)
+        put(cache, 2)
+        client.link._cut()
+        until(client.ping)
+        joined = client.link.joined
+        assert joined is not None
+        opening = cache.entering()  # of the other thread
+        next(opening)
+        asked = opening.send(joined)
+        late = client.link._do(asked, time.monotonic() + 5.0)
+        assert isinstance(late, wire.Opened)
+        epoch = cache.reset()
+        with pytest.raises(StopIteration) as ended:
+            opening.send(late)
+        assert cache.epoch == epoch > late.epoch
+        assert ended.value.value[1] != late.cache
+        put(cache, 2, seed=70)
+        with cache.match(keys(2)).acquire() as lease:
+            assert right(lease, 2, seed=70)
+
+
+def test_a_commit_of_much_may_take_as_long_as_its_checksums_do(tmp_path: Path) -> None:
+    """A prompt that is committed at once is no daemon that hangs: the connection is kept, and all is served."""
+    with Daemon(tmp_path, host="384MiB", disk="0") as daemon, Client(daemon.socket) as client:
+        cache = client.open(BIG)
+        reserved = cache.match(keys(32, BIG)).reserve(0, 32, wait_ms=5000)
+        assert reserved.pages == 32, reserved.refused
+        client.link.timeout_s = 0.0005
+        assert reserved.commit() == 32
+        assert client.connected
+        client.link.timeout_s = 1.0
+        assert daemon.stop() == 0
+
+
+def test_a_commit_waits_for_no_checksums_that_it_says(standing: Daemon) -> None:
+    """Only for those of what was not summed as it was written."""
+    with Client(standing.socket) as client:
+        cache = client.open(SPEC)
+        with cache.match(keys(8, first=500)).reserve(0, 8) as reserved:
+            size = FULL.item_bytes
+            assert reserved.summing_s(None, None) == pytest.approx(8 * size / 200e6)
+            assert reserved.summing_s(6, None) == pytest.approx(2 * size / 200e6)
+            data = np.stack([content(n, size) for n in range(4)])
+            assert reserved.write_pages(0, 0, data, summed=True)
+            assert reserved.summing_s(None, None) == pytest.approx(4 * size / 200e6)
+            assert reserved.summing_s(0, 4) == 0
+
+
+def test_rows_are_free_again_once_the_daemon_says_that_a_lost_connection_has_drained(
+    standing: Daemon, memory: int
+) -> None:
+    """A daemon that was slow once does not take an engine's rows for as long as it lives."""
+    with Client(standing.socket, instance="rows", timeout_s=0.2) as client:
+        region = client.register("kv", memory, 0, FULL.item_bytes, ROWS)
+        keyed = client.open(KEYED)
+        assert region.store((keyed, b"r" * 16), [0]) == b"\1"
+        with stopped(standing.pid):
+            transfer = region.start_load((keyed, b"r" * 16), [1])
+            assert region.load((keyed, b"r" * 16), [2], wait_ms=100) == b"\0"
+            assert (region.fenced, transfer.fenced, transfer.lost) == (True, True, True)
+        until(lambda: client.ping() and not region.fenced)
+        assert (transfer.fenced, transfer.lost) == (False, True)
+        assert region.load((keyed, b"r" * 16), [1]) == b"\1"
