@@ -248,8 +248,8 @@ async def test_what_the_catalogue_brings_is_queued_once_it_is_all_there(tmp_path
             await asyncio.sleep(0)
         await gate.loaded(store)
         assert cache.index.check() == []
-        assert len(store.parts.persist.order) == 1
-        assert store.parts.persist.evict(1)
+        assert len(store.parts.persist.room.order) == 1
+        assert store.parts.persist.room.evict(1)
 
 
 def holed(path: Path, prompts: int) -> None:
@@ -324,7 +324,7 @@ async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path, g
         (cache,) = store.parts.caches.values()
         for node in list(cache.index.walk()):
             cache.index.requeue(node, Tier.DISK)
-        assert store.parts.persist.evict(40 * 4096)
+        assert store.parts.persist.room.evict(40 * 4096)
         await flushed(store.parts.disk)
         await gate.loaded(store)
         await quiet(store)

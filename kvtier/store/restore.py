@@ -47,7 +47,7 @@ class Restore:
         disk = self.parts.disk
         if disk is None:
             return
-        self.parts.persist.order.late = True
+        self.parts.persist.room.order.late = True
         owners = self._caches(disk)
         self.parts.warmth.load()
         async for run in sliced(disk.load(), slice_s=SLICE_S):
@@ -108,7 +108,7 @@ class Restore:
             index = owners[number].index
             async for node in sliced(places.leaves, slice_s=SLICE_S):
                 index.requeue(node, Tier.DISK)
-        self.parts.persist.order.late = False
+        self.parts.persist.room.order.late = False
 
     def _refuse(self, run: Run, pages: list[int]) -> None:
         """Free pages of a run that the index has no place for."""
