@@ -16,9 +16,9 @@ BENCH_ARGS ?=
 # Hundreds of daemons start in the tests: with bytecode each takes half the time.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help demo test slow check format bench engines wheel clean
+.PHONY: help demo test slow long check format bench engines wheel clean
 help:
-	@echo 'make demo | test | slow | check | format | bench | engines | wheel | clean'
+	@echo 'make demo | test | slow | long | check | format | bench | engines | wheel | clean'
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m kvtier.demo
@@ -28,6 +28,11 @@ test: $(VENV)/.dev $(VENV)/.demo
 
 slow: $(VENV)/.dev $(VENV)/.demo
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -n $(WORKERS) --dist loadfile -m 'slow and not gpu'
+
+# Kills, operations and seconds by the hundreds and thousands; hours.
+long: $(VENV)/.dev
+	KVTIER_KILLS=500 KVTIER_SOAK=1000000 KVTIER_SOAK_S=1800 $(BIN)/python -m pytest $(PYTEST_ARGS) -m slow \
+	  tests/test_disk_crash.py tests/test_daemon_powercut.py tests/test_disk_soak.py tests/test_soak.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

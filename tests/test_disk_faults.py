@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -313,6 +314,54 @@ def test_a_catalogue_that_cannot_grow_refuses_and_recovers(tmp_path):
     with Owner(tmp_path / "d", 1 * MIB) as owner:
         assert runs[0] not in {run.id for run, _, _ in owner.runs}
         assert owner.tier.used_bytes == sum(run.pages for run, _, _ in owner.runs) * 4 * KIB
+
+
+@contextlib.contextmanager
+def no_descriptor_left():
+    """This process can open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 16, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_catalogue_that_no_descriptor_is_left_for_refuses_and_recovers(tmp_path, monkeypatch):
+    """Others take the last one while it is closed to be rewritten: named, hits go on, and writes once there is one."""
+    with Owner(tmp_path / "d") as owner, contextlib.ExitStack() as others:
+        cache = owner.cache()
+        kept = owner.write(cache, 1, 4)
+        real = Path.replace
+
+        def replace(path, target):
+            real(path, target)
+            others.enter_context(no_descriptor_left())
+
+        said = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", replace)
+            owner.tier.upkeep.compact(said.append)
+            owner.wait(lambda: said)
+        assert said == ["io"]
+        assert outcome(owner, cache, 2) == (None, "io")
+        assert owner.tier.sick == "EMFILE"
+        assert owner.read(cache, kept, 1, 4) == [""] * 4
+        others.close()
+        fresh, error = outcome(owner, cache, 3)
+        assert (error, owner.tier.state) == ("", "ready")
+        owner.tier.upkeep.compact(said.append)
+        owner.wait(lambda: said[1:])
+        assert said[1] == ""
+    with Owner(tmp_path / "d") as owner:
+        assert [run.id for run, _, _ in owner.runs] == [kept, fresh]
+        assert owner.read(cache, kept, 1, 4) + owner.read(cache, fresh, 3, 4) == [""] * 8
 
 
 @pytest.fixture

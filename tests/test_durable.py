@@ -14,7 +14,7 @@ from engines import FULL, STATE, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
 from kvtier.policy.quota import Rule
-from kvtier.store.persist import RESERVE_PARTS
+from kvtier.store.diskroom import RESERVE_PARTS
 from kvtier.store.upkeep import flushed
 from kvtier.tiers import health
 from kvtier.types import Code, Kind, KvtierError, Tier
@@ -349,7 +349,7 @@ async def test_runs_whose_pages_are_all_freed_leave_the_catalogue(tmp_path: Path
         await engine.put(keys, wants=state_at(3, 11))
         await engine.call(wire.Flush())
         drop_host(store)
-        store.parts.persist.evict(1 << 40)
+        store.parts.persist.room.evict(1 << 40)
         assert store.parts.disk.used_bytes == 0
         assert store.parts.disk.stats["runs"] == 0
 
@@ -426,7 +426,7 @@ async def test_caches_that_hold_nothing_are_not_kept_on_disk(tmp_path: Path) -> 
             await engine.put(tokens(n))
             await engine.call(wire.Flush())
         drop_host(store)
-        store.parts.persist.evict(1 << 40)
+        store.parts.persist.room.evict(1 << 40)
     async with storing(tmp_path) as store:
         assert store.parts.caches == {}
         assert store.parts.disk.caches() == {}

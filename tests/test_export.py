@@ -40,7 +40,11 @@ async def call(store: Store, message: wire.Message) -> Any:
 
 async def exported(store: Store, of: wire.Prompt) -> bytes:
     """The file that an export would write."""
-    number = (await call(store, wire.Export(of))).data["export"]
+    return await rest(store, (await call(store, wire.Export(of))).data["export"])
+
+
+async def rest(store: Store, number: int) -> bytes:
+    """What is left of an export."""
     out, last = b"", False
     while not last:
         chunk = await call(store, wire.ExportNext(number))
@@ -316,6 +320,30 @@ async def test_what_engines_store_meanwhile_stays(tmp_path: Path) -> None:
         engine.leave()
         await quiet(store)
         assert idle(store) == []
+
+
+async def test_pages_that_a_match_joins_meanwhile_are_in_the_file(tmp_path: Path) -> None:
+    """A path of many short nodes becomes one between two calls, and a branch of it stays: the file has every page."""
+    keys, branch = tokens(*range(32)), tokens(0, 1, 50, 51)
+    async with storing(None, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for pages in range(1, 33):
+            assert await engine.put(keys[: 8 * pages]) == pages
+        assert await engine.put(branch) == 4
+        nodes = next(iter(store.parts.caches.values())).index.nodes
+        number = (await call(store, wire.Export(wire.Prompt()))).data["export"]
+        raw = (await call(store, wire.ExportNext(number))).data
+        assert await engine.get(keys) == 32
+        assert next(iter(store.parts.caches.values())).index.nodes == nodes - 29
+        raw += await rest(store, number)
+        (tmp_path / "file").write_bytes(raw)
+    assert ended(tmp_path / "file") == archive.End(34, 0)
+    async with storing(None, host=16 * MIB) as store:
+        assert await imported(store, tmp_path / "file") == {"stored": 34}
+        engine = Engine(store)
+        await engine.open(spec())
+        assert [await engine.get(keys), await engine.get(branch)] == [32, 4]
 
 
 async def test_an_import_that_stops_half_way_lets_go(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from kvtier.identity import GroupSpec
 from kvtier.tiers.cells import BLOCK, Cells
 from kvtier.tiers.disk import CacheRecord, Item
 from kvtier.tiers.ledger import Ledger
-from kvtier.tiers.runrecord import encode_run
+from kvtier.tiers.runrecord import encode_run, parse
 from kvtier.types import Kind
 from tests.diskkit import spec
 
@@ -94,7 +94,7 @@ class Model(RuleBasedStateMachine):
         self.ledger.settle_doubts()
         again = Ledger(Cells(CAPACITY, SLAB), {self.cache: RECORD}, 2)
         for key in sorted(self.records):
-            assert again.restore(key, self.records[key], self.masks.get(key)) is not None
+            assert again.restore(key, parse(key, self.records[key]), self.masks.get(key)) is not None
         again.cells.loaded()
         assert set(again.runs) == set(self.ledger.runs)
         assert again.cells.used == self.ledger.cells.used

@@ -12,11 +12,14 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
+from diskkit import Owner
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
-from kvtier.identity import GroupSpec
+from kvtier.identity import GroupSpec, chain_keys
+from kvtier.index import RadixIndex
 from kvtier.mover import digest
 from kvtier.store import Store, restore
+from kvtier.store.graft import Places
 from kvtier.store.upkeep import flushed
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
@@ -52,11 +55,11 @@ class Gate:
         self.opened = asyncio.Event()
 
     async def paced(self, items: Iterable[T], slice_s: float) -> AsyncIterator[T]:
-        """In place of `sliced`; keys that an engine asks for are a list, and are not held."""
+        """In place of `sliced`; what an engine asks for is not held."""
         for n, item in enumerate(items):
             yield item
             await asyncio.sleep(slice_s)
-            if n == self.after and not isinstance(items, list):
+            if n == self.after and getattr(items, "__name__", "") == "load":
                 await self.opened.wait()
 
     async def loaded(self, store: Store) -> None:
@@ -245,8 +248,70 @@ async def test_what_the_catalogue_brings_is_queued_once_it_is_all_there(tmp_path
             await asyncio.sleep(0)
         await gate.loaded(store)
         assert cache.index.check() == []
-        assert len(store.parts.persist.order) == 1
-        assert store.parts.persist.evict(1)
+        assert len(store.parts.persist.room.order) == 1
+        assert store.parts.persist.room.evict(1)
+
+
+def holed(path: Path, prompts: int) -> None:
+    """A catalogue of prompts of four pages: a run without its second page each, and a run of that page alone."""
+    with Owner(path, 64 * MIB) as owner:
+        number = owner.cache(spec(), "uid:0")
+        record, stride = owner.tier.caches()[number], spec().stride
+        for n in range(prompts):
+            keys = tokens(9000 + n, 1, 2, n)
+            root = record.cache_id[:16]
+            chains = chain_keys(root, keys, stride)
+            items = owner.items(number, n, 4)
+            assert owner.submit(number, (n, 0), [*items[:1], *items[2:]], keys=keys, parent=root, chains=chains)
+            second = items[1]._replace(page=0)
+            assert owner.submit(
+                number,
+                (n, 1),
+                [second],
+                keys=keys[stride : 2 * stride],
+                parent=chains[:16],
+                depth=1,
+                chains=chains[16:32],
+            )
+            owner.wait(lambda n=n: (n, 1) in owner.results)
+
+
+async def test_what_waits_for_other_runs_is_indexed_in_slices(tmp_path: Path, gate: Gate) -> None:
+    """Parts of runs that hang below what others bring come last, in slices too; every page is there at the end."""
+    prompts = 60
+    holed(tmp_path, prompts)
+    async with starting(tmp_path) as store:
+        gate.opened.set()
+        turns = 0
+        while store.parts.loading:
+            turns += store.parts.disk.state == "ready"
+            await asyncio.sleep(0)
+        engine = Engine(store)
+        await engine.open(spec())
+        for n in range(prompts):
+            assert (await engine.match(tokens(9000 + n, 1, 2, n))).pages == 4
+        assert turns >= 2 * prompts  # one for each part, and one for each leaf
+        assert store.parts.counts["orphan_pages"] == 0
+        engine.leave()
+
+
+def test_places_of_a_wide_tree_are_looked_into_step_by_step() -> None:
+    """A prompt that branches off among many is found, by whoever asks between two steps too."""
+    index = RadixIndex(spec(), b"r" * 16, {})
+    places = Places(index.root, b"r" * 16)
+    chains, nodes = [], []
+    for n in range(50):
+        keys = tokens(n, 1, 2, 3)
+        nodes.append(index.grow(index.root, keys, 0.0))
+        chains.append(chain_keys(b"r" * 16, keys, spec().stride))
+        places.add(chains[-1], nodes[-1], 0)
+    assert places.strange(chains[7][16:32])
+    steps = places.looking(2)
+    next(steps)
+    assert places.find(chains[7][16:32], 2) is nodes[7]
+    assert not places.strange(chains[7][16:32])
+    assert [places.find(chain[16:32], 2) for chain in chains] == nodes
+    assert list(steps) == []
 
 
 async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path, gate: Gate) -> None:
@@ -259,7 +324,7 @@ async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path, g
         (cache,) = store.parts.caches.values()
         for node in list(cache.index.walk()):
             cache.index.requeue(node, Tier.DISK)
-        assert store.parts.persist.evict(40 * 4096)
+        assert store.parts.persist.room.evict(40 * 4096)
         await flushed(store.parts.disk)
         await gate.loaded(store)
         await quiet(store)

@@ -18,7 +18,7 @@ from kvtier.config import size
 from kvtier.ctl import main
 from kvtier.identity import GroupSpec
 from kvtier.policy.quota import Rule, parse
-from kvtier.store import persist, quotas
+from kvtier.store import diskroom, quotas
 from kvtier.store.quotas import Quotas
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, Kind, KvtierError, Tier
@@ -315,7 +315,7 @@ async def test_a_prompt_of_large_pages_takes_what_disk_has_and_no_more_goes_than
 
 async def test_a_large_excess_on_disk_goes_in_slices(tmp_path, monkeypatch):
     """A limit far below what is there: the next write makes room for itself, some of it at a time."""
-    monkeypatch.setattr(persist, "MOST_OWN", 2 * PAGE)
+    monkeypatch.setattr(diskroom, "MOST_OWN", 2 * PAGE)
     async with storing(tmp_path, host=8 * MIB) as store:
         engine = await engine_of(store, b"a")
         for n in range(12):

@@ -21,6 +21,7 @@ from engines import STATE, WINDOW, spec
 from kvtier.client import page_keys
 from kvtier.identity import CacheSpec, GroupSpec, base_id, cache_id, chain_keys
 from kvtier.index import Order, RadixIndex
+from kvtier.index import order as order_module
 from kvtier.policy import Policy
 from kvtier.types import Kind, Tier
 
@@ -220,6 +221,33 @@ def test_an_eviction_looks_at_few_leaves_however_many_there_are() -> None:
             assert evict_one(index) > 0
         cost.append(policy.looks / 200)
     assert cost[1] < 4 * cost[0] < 40
+
+
+def test_entries_of_leaves_that_are_gone_are_swept_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No single death looks at many, however many leaves there are; the order is not much longer than they are."""
+    looks, real = 0, order_module._among
+
+    def counted(*args: object) -> bool:
+        nonlocal looks
+        looks += 1
+        return real(*args)
+
+    monkeypatch.setattr(order_module, "_among", counted)
+    index, leaves = radix(), 10_000
+    order = index.orders[Tier.HOST]
+    times = np.random.default_rng(0).permutation(leaves)
+    for n in range(leaves):
+        insert(index, path(n, n), float(times[n]))
+    for n in np.random.default_rng(1).permutation(leaves)[: leaves * 9 // 10]:
+        looks = 0
+        index.cut(index.deepest(path(n, n))[0])
+        assert looks < 20
+        assert len(order) < 1.3 * index.nodes + 64
+    gone = []
+    while (popped := order.pop()) is not None:
+        gone.append(popped[1].time)
+    assert len(gone) == index.nodes
+    assert gone == sorted(gone)
 
 
 def test_a_match_of_a_million_tokens_copies_none_of_them() -> None:

@@ -786,11 +786,11 @@ async def test_disk_gives_up_a_leaf_that_a_policy_raised_about_later(tmp_path: P
         await quiet(store)
         persist, error = store.parts.persist, ZeroDivisionError()
         with monkeypatch.context() as patch:
-            patch.setattr(persist.order.policy, "share", unittest.mock.Mock(side_effect=error))
+            patch.setattr(persist.room.order.policy, "share", unittest.mock.Mock(side_effect=error))
             with pytest.raises(ZeroDivisionError):
-                persist.evict(1)
+                persist.room.evict(1)
         assert store.parts.check() == []
-        assert persist.evict(1 << 40)
+        assert persist.room.evict(1 << 40)
         assert not any(cache.index.copies[Tier.DISK] for cache in store.parts.caches.values())
 
 

@@ -48,7 +48,7 @@ async def leaving(store: Store) -> list[int]:
     index = store.parts.caches[engine.opened.cache].radix
     gone: list[int] = []
     while len(gone) < PROMPTS:
-        assert store.parts.persist.evict(1)
+        assert store.parts.persist.room.evict(1)
         for n in range(PROMPTS):
             if n not in gone and not index.known(prompt(n)):
                 gone.append(n)
@@ -65,7 +65,7 @@ async def test_what_was_used_last_goes_last_after_a_restart_too(tmp_path: Path) 
         index = next(iter(store.parts.caches.values())).index
         by_age = sorted(index.walk(), key=lambda node: node.time)
         assert [int.from_bytes(node.edge[:4], "little") // 1000 for node in by_age] == order
-        store.parts.persist.order.policy.share = lambda _: 64
+        store.parts.persist.room.order.policy.share = lambda _: 64
         assert await leaving(store) == order
         await quiet(store)
         assert idle(store) == []

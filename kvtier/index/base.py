@@ -231,8 +231,18 @@ class Index(Copies):
             node = node.parent
         return reversed(up)
 
+    @staticmethod
+    def heir(node: Node) -> Node:
+        """The node that a match has joined this one into, if one did, where nobody leased it meanwhile.
+
+        It still has the next as its child. What was cut ends in something dead.
+        """
+        while node.dead and node.children:
+            node = next(iter(node.children.values()))
+        return node
+
     def walk(self) -> Iterator[Node]:
-        """Every node but the root, parents before children."""
+        """Every node but the root, parents before children, and all that is below one before all else."""
         stack = list((self.root.children or {}).values())
         while stack:
             node = stack.pop()

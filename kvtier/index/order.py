@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
 from operator import is_not, ne, or_
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ANY: Final = -1
 MOST_MOVED: Final = 64
 """Entries of another quota that a look for one's own passes on at once."""
+LOOKS: Final = 4
+"""Entries looked at for each that becomes void: at most about one in so many is void, and no sweep is ever long."""
 Entry = tuple[float, int, "Node", Any]
 Heads = tuple[list["Node | None"], list[float]]
 """The first leaf of each of the policy's lanes, and when each was last used, as they were last seen."""
@@ -113,7 +115,7 @@ class Order:
     somebody asked to keep for a while go after them, the first to run out first.
     """
 
-    __slots__ = ("_heads", "_last", "_shares", "_stale", "_tie", "late", "policy", "tier")
+    __slots__ = ("_heads", "_last", "_shares", "_sweep", "_tie", "late", "policy", "tier")
 
     def __init__(self, tier: int, policy: Ranking) -> None:
         self.tier = tier
@@ -125,7 +127,7 @@ class Order:
         self._heads: dict[int, Heads] = {}
         self._last = self.policy.lanes + 1
         self._tie = 0
-        self._stale = 0
+        self._sweep = _sweeping(self._shares, 8 * tier)
 
     def _lanes(self) -> list[list[Entry]]:
         return [[] for _ in range(self.policy.lanes + 2)]
@@ -283,7 +285,6 @@ class Order:
             rank, tie, node, index = heap[0]
             if node.queued >> shift & 255 != lane + 1 or not _among(index, share):
                 heapq.heappop(heap)
-                self._stale -= 1
                 continue
             if node.dead or node.refs or not node.tier_leaf(self.tier):
                 heapq.heappop(heap)
@@ -308,19 +309,9 @@ class Order:
         return None
 
     def _forgotten(self) -> None:
-        """An entry is void; sweep when the void outnumber the others."""
-        self._stale += 1
-        if self._stale > max(1024, len(self) // 2):
-            shift = 8 * self.tier
-            for share, heaps in self._shares.items():
-                for lane, heap in enumerate(heaps):
-                    live = [
-                        e for e in heap
-                        if not e[2].dead and e[2].queued >> shift & 255 == lane + 1 and _among(e[3], share)
-                    ]  # fmt: skip
-                    heapq.heapify(live)
-                    heap[:] = live
-            self._stale = 0
+        """An entry is void: sweep a little."""
+        for _ in range(LOOKS):
+            next(self._sweep)
 
     def died(self) -> None:
         """A queued node left the index."""
@@ -330,3 +321,40 @@ class Order:
 def _among(index: Copies, share: int) -> bool:
     """Whether entries of an index that are queued under a quota can be valid."""
     return index.share == share or index.moving
+
+
+def _sweeping(shares: dict[int, list[list[Entry]]], shift: int) -> Iterator[None]:
+    """Take void entries out, over and over; each step looks at one entry. Heaps may change between steps."""
+    while True:
+        for share in list(shares):
+            for lane, heap in enumerate(shares[share]):
+                at = len(heap)
+                while (at := min(at, len(heap)) - 1) >= 0:
+                    if _void(heap[at], shift, share, lane):
+                        take_out(heap, at)
+                    yield
+            yield
+
+
+def _void(entry: Entry, shift: int, share: int, lane: int) -> bool:
+    """Whether an entry in a lane of a quota says nothing any more."""
+    _, _, node, index = entry
+    return node.dead or node.queued >> shift & 255 != lane + 1 or not _among(index, share)
+
+
+def take_out(heap: list[Any], at: int) -> None:
+    """Remove one entry of a heap, wherever it stands."""
+    last = heap.pop()
+    if at == len(heap):
+        return
+    while at and last < heap[up := (at - 1) // 2]:
+        heap[at] = heap[up]
+        at = up
+    while (down := 2 * at + 1) < len(heap):
+        if down + 1 < len(heap) and heap[down + 1] < heap[down]:
+            down += 1
+        if not heap[down] < last:
+            break
+        heap[at] = heap[down]
+        at = down
+    heap[at] = last

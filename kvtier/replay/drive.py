@@ -84,7 +84,7 @@ async def replay(requests: Requests, policy: str, pages: Sequence[int], first: i
             disk = DiskTier(folder, size, slab_bytes=slab, linger_s=0.0, sync=False, post=loop.call_soon_threadsafe)
         host = HostTier(room, slab_bytes=_slab(pages[0]) * PAGE_ALIGN, hugepages="never", prefault=False)
         store = Store(host, disk, cap=1.0, ways=ways)
-        store.parts.persist.reserve = 0
+        store.parts.persist.room.reserve = 0
         await store.start()
         try:
             engine = _Engine(store, requests.name)

@@ -51,7 +51,7 @@ class Explain:
         """What is remembered of evictions that began at some page of the prompt, latest last."""
         keyed, found = prompt.cache.spec.keyed, []
         async for at, name in sliced(enumerate(prompt.names)):
-            record = self.parts.persist.evictions.of(prompt.cache.index, 0 if keyed else at, name)
+            record = self.parts.persist.room.evictions.of(prompt.cache.index, 0 if keyed else at, name)
             if record is not None:
                 found.append({**record._asdict(), "first": at})
         return sorted(found, key=lambda row: row["when"])[-MOST_EVICTIONS:]
@@ -60,7 +60,7 @@ class Explain:
         """About a path of token pages."""
         cache, found = prompt.cache, peek(prompt)
         tokens, whole = cache.spec.page_tokens, found.pages == prompt.pages
-        names = self.parts.persist.evictions
+        names = self.parts.persist.room.evictions
         deepest = Found(*cache.radix.deepest(prompt.keys), found.pending)
         return {
             "requests": [path.request or path.session for path in self._same(prompt)],
@@ -134,7 +134,7 @@ class Explain:
             return "host" if cache.index.get(node, 0, Tier.HOST, group) != NO_COPY else "disk"
         if node is not None and node.refs:
             return "pending"
-        return why_gone(self.parts.persist.evictions.of(cache.index, 0, name))
+        return why_gone(self.parts.persist.room.evictions.of(cache.index, 0, name))
 
 
 def _rule(cache: Cache, deepest: Found) -> Data:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
+from math import inf
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ RUN_BYTES: Final = 4 << 20
 
 
 class Span(NamedTuple):
-    """Pages [first, end) of the path to `node`."""
+    """Pages [first, end) of the path to `node`; what goes on from them comes next, before all else."""
 
     node: Node
     first: int
@@ -53,8 +54,8 @@ class Export:
         self.spans = spans
         self.total = sum(span.end - span.first for span in spans)
         self.pages = 0
-        self.broken: set[Node] = set()
-        """Nodes with a page that could not be read: what is below them has no parent in the file."""
+        self.broken: float = inf
+        """Where the last span with a page that could not be read ends: what goes on there has no parent in the file."""
         head = archive.header(cache.spec, cache.scope, cache.epoch)
         self.ready: deque[memoryview] = deque([memoryview(archive.record(archive.HEADER, head, 0, b""))])
         self.ended = False
@@ -135,12 +136,13 @@ class Exports:
                 export.end()
                 return
             span = export.spans.popleft()
+            if span.first >= min(span.end, export.broken):
+                continue
+            export.broken = inf
             index = export.cache.index
-            if span.node.dead or span.first >= span.end:
+            node, at = index.locate(index.heir(span.node), span.first)
+            if node.dead:
                 continue
-            if export.broken and not export.broken.isdisjoint(index.path(span.node)):
-                continue
-            node, at = index.locate(span.node, span.first)
             end = min(span.end, node.depth + node.live, span.first + RUN_PAGES)
             if at >= node.live or end <= span.first:
                 continue  # evicted, and so is all that follows
@@ -149,7 +151,7 @@ class Exports:
             if done:
                 export.spans.appendleft(span._replace(first=span.first + done))
                 return
-            export.broken.add(node)
+            export.broken = span.end
 
     async def _run(self, export: Export, node: Node, first: int, end: int) -> int:
         """Read pages [first, end) of a leased node, or the first few of them; how many it was."""

@@ -47,7 +47,7 @@ async def flush(persist: Persist, caches: Iterable[Cache], deadline: float) -> K
     spare = _Spare(persist)
     for cache in wanted:
         async for node, lo, hi in _unsaved(persist, cache):
-            if not persist.gave_up(node) or spare.take(cache, (hi - lo) * sum(cache.item_bytes)):
+            if not persist.room.gave_up(node) or spare.take(cache, (hi - lo) * sum(cache.item_bytes)):
                 persist.offer(cache, node, node.depth + lo, node.depth + hi)
     again = [e for e in persist.pending if e.cache in wanted and e not in before]
     if not await settled(again, deadline):
@@ -75,7 +75,7 @@ class _Spare:
         """Whether so much of it is left for a cache; it is not any more then."""
         shares = {ANY, cache.index.share or ANY}
         for share in shares - self._left.keys():
-            self._left[share] = self._persist.gained(share)
+            self._left[share] = self._persist.room.gained(share)
         if any(self._left[share] < nbytes for share in shares):
             return False
         for share in shares:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Iterator
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -34,14 +35,24 @@ class Places:
         if len(chains) > CHAIN_BYTES:
             self._inner.setdefault(depth, []).append((chains, node))
 
+    def strange(self, chain: bytes) -> bool:
+        """Whether `find` would have to look into stretches for the page with this chain key."""
+        return chain not in self._ends and bool(self._inner)
+
+    def looking(self, end: int) -> Iterator[None]:
+        """Look into all stretches that may have the page `end` pages from the root, one a step."""
+        for depth in range(max(0, end - RUN_PAGES), end):
+            while inner := self._inner.get(depth):
+                chains, node = inner.pop()
+                self._ends.update(zip(_CHAINS[len(chains) // CHAIN_BYTES].unpack(chains)[:-1], repeat(node)))
+                yield
+            self._inner.pop(depth, None)
+
     def find(self, chain: bytes, end: int) -> Node | None:
         """A node that ends at or below the page with this chain key, `end` pages from the root; None where unknown."""
-        found = self._ends.get(chain)
-        if found is not None or not self._inner:
-            return found
-        for depth in range(max(0, end - RUN_PAGES), end):
-            for chains, node in self._inner.pop(depth, ()):
-                self._ends.update(zip(_CHAINS[len(chains) // CHAIN_BYTES].unpack(chains)[:-1], repeat(node)))
+        if self.strange(chain):
+            for _ in self.looking(end):
+                pass
         return self._ends.get(chain)
 
     def below(self, run: Run, page: int) -> Node | None:
@@ -60,6 +71,17 @@ class Late(NamedTuple):
     keys: bytes
     chains: bytes
     first: int
+
+    @property
+    def depth(self) -> int:
+        """Page number of its first page."""
+        return self.run.depth + self.first
+
+    @property
+    def parent(self) -> bytes:
+        """Chain key of the page before."""
+        at = self.first * CHAIN_BYTES
+        return self.chains[at - CHAIN_BYTES : at] if at else self.run.parent
 
 
 def graft(cache: Cache, run: Run, places: Places) -> tuple[list[int], Late | None]:
@@ -102,11 +124,9 @@ def _graft_new(cache: Cache, run: Run, places: Places) -> bool:
 
 def graft_late(part: Late, places: Places) -> tuple[list[int], Late | None]:
     """Index the pages of a run from `first` up to the next hole."""
-    cache, run, first = part.cache, part.run, part.first
+    cache, run, first, depth = part.cache, part.run, part.first, part.depth
     index = cache.radix
-    depth = run.depth + first
-    above = run.parent if not first else part.chains[(first - 1) * CHAIN_BYTES : first * CHAIN_BYTES]
-    parent = places.find(above, depth)
+    parent = places.find(part.parent, depth)
     if cache.retired or parent is None or parent.dead or parent.end < depth:
         return _live(run, first), None
     if depth:

@@ -287,7 +287,7 @@ class Loads:
         if isinstance(index, RadixIndex):
             where = index.cut_at(where, m.page)
         seconds = time.time(), self.space.ways.now()
-        self.space.persist.evictions.note(index, where, 0, where.pages, Tier(m.tier), f"lost: {reason}", *seconds)
+        self.space.persist.room.evictions.note(index, where, 0, where.pages, Tier(m.tier), f"lost: {reason}", *seconds)
         cut = index.cut(where)
         cache.release(cut.freed, self.disk)
         self.counts["pages_cut"] += cut.pages

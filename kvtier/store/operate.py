@@ -94,7 +94,7 @@ class Operate:
     def _note(self, cache: Cache, node: Node, tier: Tier) -> None:
         """Remember that an operator did it."""
         now = time.time(), self.parts.now()
-        self.parts.persist.evictions.note(cache.index, node, 0, node.pages, tier, "an operator", *now)
+        self.parts.persist.room.evictions.note(cache.index, node, 0, node.pages, tier, "an operator", *now)
 
     # -- whole caches ----------------------------------------------------------------------------------------------
 

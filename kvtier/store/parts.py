@@ -116,11 +116,11 @@ class Parts:
         pool = self.host.pool(scope, shape_of(spec))
         orders: dict[int, Order] = {Tier.HOST: self.space.order_of(pool)}
         if self.disk is not None:
-            orders[Tier.DISK] = self.persist.order
+            orders[Tier.DISK] = self.persist.room.order
         cache = Cache(next(self.numbers), spec, scope, epoch, pool, orders, self.ways.heat)
         self.ways.quotas.join(cache)
         self.caches[cache.number] = self.ids[cache.id] = cache
-        self.space.caches[cache.index] = self.persist.caches[cache.index] = cache
+        self.space.caches[cache.index] = self.persist.room.caches[cache.index] = cache
         if self.vram is not None:
             self.vram.join(cache)
         self.epochs[cache.base] = max(epoch, self.epochs.get(cache.base, 0))
@@ -194,8 +194,8 @@ class Parts:
                     self.disk.drop_cache(cache.disk)
                 self.ways.quotas.leave(cache)
                 del self.caches[cache.number], self.ids[cache.id]
-                del self.space.caches[index], self.persist.caches[index]
-                self.persist.evictions.forget(index)
+                del self.space.caches[index], self.persist.room.caches[index]
+                self.persist.room.evictions.forget(index)
                 if self.vram is not None:
                     self.vram.space.caches.pop(index, None)
                 if self.feed is not None:

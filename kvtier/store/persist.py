@@ -10,13 +10,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
-from kvtier.index import ANY, Node, Order
+from kvtier.index import Node
 from kvtier.index.node import on_path
 from kvtier.store.cache import Cache
+from kvtier.store.diskroom import FULL_S, DiskRoom
 from kvtier.store.entries import GONE, Entry, Failures
-from kvtier.store.evictions import Evictions
 from kvtier.store.runs import names_of, within_reach
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
@@ -26,20 +25,7 @@ from kvtier.types import NO_COPY, RUN_PAGES, Code, Tier
 
 log = logging.getLogger("kvtier.persist")
 MAX_QUEUED_PAGES = 1 << 20
-FULL_S = 1.0
-"""So long after it gave something up for new pages, or could not, disk is taken for full."""
-AGAIN_S = 60.0
-"""So long a flush leaves alone what disk gave up for want of room."""
 PUMP_S = 1e-3
-MOST_OWN = 4 << 20
-"""Bytes that a cache over its quota gives up at once, before others have their turn."""
-RESERVE_PARTS = 64
-MOST_RESERVE = 128 << 20
-"""One part in so many of the disk, and at most so many bytes, is kept free: what is written while a commit runs."""
-MOST_RUN = 64 << 20
-"""Bytes of a run, however large its pages are, and ..."""
-RUN_PARTS = 8
-"""... so many runs fit on disk, and in a quota: room for one is made without giving up much. A page is always one."""
 
 
 class Persist:
@@ -47,11 +33,9 @@ class Persist:
 
     def __init__(self, disk: DiskTier | None, ways: Ways) -> None:
         self.disk = disk
-        self.evictions = Evictions()
         self.ways = ways
         self.counts = ways.counts
-        self.order = Order(Tier.DISK, ways.policy(Tier.DISK))
-        self.caches: dict[Any, Cache] = {}
+        self.room = DiskRoom(disk, ways)
         self.queue: deque[Entry] = deque()
         self.pending: dict[Entry, None] = {}
         """Entries that are not settled, oldest first."""
@@ -59,20 +43,11 @@ class Persist:
         """The same by the node that they end in."""
         self.queued_pages = 0
         self._writing = 0
-        self._gave_way = False
-        """Whether the latest look at a quota made somebody give pages up."""
         self._moved = asyncio.Event()
         self._syncing = False
         self._pumping = False
         """Whether pump is about to run."""
-        self._making_ahead = False
-        """Whether room is about to be made ahead."""
-        self._stuck_until = self._full_until = self._given_up = 0.0
         self._failures = Failures()
-        self._room_then: dict[int, int] = {}
-        """By share, or ANY: see gained."""
-        self.reserve = 0 if disk is None else min(disk.capacity_bytes // RESERVE_PARTS, MOST_RESERVE)
-        """Bytes of disk that are kept free."""
 
     @property
     def there(self) -> bool:
@@ -84,10 +59,7 @@ class Persist:
 
         To write such pages again and again would keep host from making room.
         """
-        now = asyncio.get_running_loop().time()
-        if self._failures.lasts(node, now):
-            return True
-        return now < self._stuck_until or (now < self._full_until and node.time <= self._given_up and not node.keep)
+        return self._failures.lasts(node, asyncio.get_running_loop().time()) or self.room.refuses(node)
 
     def offer(
         self, cache: Cache, node: Node, first: int, end: int, notify: Callable[[int], None] | None = None
@@ -136,21 +108,6 @@ class Persist:
             return False
         return True
 
-    def gave_up(self, node: Node) -> bool:
-        """Whether disk gave pages of the node up for want of room, not long ago and not before it was last used."""
-        return asyncio.get_running_loop().time() < node.squeezed
-
-    def gained(self, share: int) -> int:
-        """Bytes of room that disk (ANY), or a quota, has more than when something was last given up for want of it."""
-        return self._room(share) - self._room_then.get(share, 0)
-
-    def _room(self, share: int) -> int:
-        """Bytes that disk (ANY), or a quota, has left."""
-        assert self.disk is not None
-        if share == ANY:
-            return self.disk.free_bytes + self.disk.freeing_bytes
-        return self.ways.quotas.room(share, Tier.DISK)
-
     # -- the way to disk -----------------------------------------------------------------------------------------
 
     def pump_soon(self) -> None:
@@ -197,10 +154,10 @@ class Persist:
         ):
             entry.failed = "the page before is not on disk"
             return True
-        if self.order.late:  # until what may go is known; the end of loading pumps
+        if self.room.order.late:  # until what may go is known; the end of loading pumps
             return False
-        self._gave_way = False
-        if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self._evict_own):
+        self.room.gave_way = False
+        if self.ways.quotas.blocks(cache, nbytes, Tier.DISK, self.room.evict_own):
             return self._over(entry)
         if cache.disk is None:
             cache.disk = disk.open_cache(cache.id, cache.base, cache.scope, cache.epoch, cache.spec)
@@ -213,7 +170,7 @@ class Persist:
         self.ways.quotas.writing[cache] += nbytes
         self._writing += 1
         entry.first = end
-        self._ahead_soon()
+        self.room.ahead_soon()
         return True
 
     def _items(self, entry: Entry, end: int) -> list[Item]:
@@ -234,15 +191,9 @@ class Persist:
         out.sort(key=lambda item: (item.page, item.group))
         return out
 
-    def _most_run(self, cache: Cache) -> int:
-        """Bytes of one of a cache's runs."""
-        assert self.disk is not None
-        room, limit = self.disk.capacity_bytes, self.ways.quotas.limit(cache, Tier.DISK)
-        return min(MOST_RUN, (room if limit is None else min(room, limit)) // RUN_PARTS)
-
     def _bounded(self, cache: Cache, items: list[Item]) -> list[Item]:
         """Those of the leading pages that make a run: so small that it needs but a part of the disk, and of a quota."""
-        left = self._most_run(cache)
+        left = self.room.most_run(cache)
         for at, item in enumerate(items):
             left -= cache.item_bytes[item.group]
             if left < 0 and item.page > items[0].page:
@@ -312,15 +263,9 @@ class Persist:
                 entry.notify(entry.end)
         self._moved.set()
 
-    # -- room on disk ----------------------------------------------------------------------------------------------
-
-    def _evict_own(self, over: int, share: int) -> None:
-        """Evict what is over a quota, some of it at a time."""
-        self._gave_way = self.evict(min(over, MOST_OWN), share)
-
     def _over(self, entry: Entry) -> bool:
         """An entry does not fit its quota: later, where more can go, or never. As _write_run."""
-        if self._gave_way or self.ways.quotas.moving:
+        if self.room.gave_way or self.ways.quotas.moving:
             self.pump_soon()
             return False
         entry.failed = Code.OVER_CAP
@@ -332,68 +277,16 @@ class Persist:
         assert disk is not None
         if disk.refusal != Code.NO_SPACE or self._syncing:
             return  # a completion pumps again, or the end of loading
-        if self.evict(nbytes) or disk.freeing_bytes or disk.making_room:
+        if self.room.evict(nbytes) or disk.freeing_bytes or disk.making_room:
             self._syncing = True
             disk.flush(self._synced)
         elif not self._writing:  # else what is being written can be evicted soon
             entry.failed = Code.NO_SPACE
-            self._stuck_until = asyncio.get_running_loop().time() + FULL_S
+            self.room.stuck()
             self.counts["refused_disk_no_space"] += entry.end - entry.first
             self.pump_soon()
-
-    def _ahead_soon(self) -> None:
-        """Make room when the loop has its next turn, where the reserve is drawn on.
-
-        Cells come free only with a commit: those of the reserve have, so that a write need not wait for one.
-        """
-        if not self._making_ahead and self._lacking() > 0:
-            self._making_ahead = True
-            asyncio.get_running_loop().call_soon(self._make_ahead)
-
-    def _make_ahead(self) -> None:
-        """Evict a slice of what the reserve lacks, and another until it is whole or nothing goes."""
-        self._making_ahead = False
-        lacking = self._lacking()
-        if lacking > 0 and self.evict(min(lacking, MOST_OWN)):
-            self._ahead_soon()
-
-    def _lacking(self) -> int:
-        """Bytes that the reserve is short of, where those are there that are being freed."""
-        return self.reserve - self._room(ANY)
 
     def _synced(self, *_: object) -> None:
         """Freed cells can be used again."""
         self._syncing = False
         self.pump()
-
-    def evict(self, nbytes: int, share: int = ANY) -> bool:
-        """Free at least `nbytes` of cold pages on disk, of one quota or of all; False when nothing is free to go."""
-        disk = self.disk
-        assert disk is not None
-        freed = pages = 0
-        while freed < nbytes:
-            taken = self.order.pop(self.ways.now(), share)
-            if taken is None:
-                break
-            index, node = taken
-            with self.order.kept(index, node):
-                cache = self.caches[index]
-                each = sum(cache.item_bytes[group] for group in index.anchors) or 1
-                most = max(1, self._most_run(cache) // each)
-                lo, hi = index.tail(node, Tier.DISK, min(most, self.order.policy.share(node)))
-                if lo == hi:
-                    continue
-                self._given_up = max(self._given_up, node.time)
-                self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), self.ways.now())
-                gone = index.evict(node, lo, hi, Tier.DISK)
-                cache.release(gone, disk)
-                freed += sum(len(d.handles) * cache.item_bytes[d.group] for d in gone if d.tier == Tier.DISK)
-                self.counts["pages_evicted_disk"] += hi - lo
-                pages += hi - lo
-                index.settle(node)
-                index.requeue(node, Tier.DISK)
-                now = asyncio.get_running_loop().time()
-                self._full_until, node.squeezed = now + FULL_S, now + AGAIN_S
-        self._room_then[share] = self._room(share)
-        self.evictions.batch(Tier.DISK, pages)
-        return freed > 0

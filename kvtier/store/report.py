@@ -140,7 +140,7 @@ class Report:
                     "repairs": 0 if parts.peers is None else int(parts.peers.repairs.walking),
                     "reservations_waiting": len(parts.waiting),
                 },
-                "eviction_batches": parts.persist.evictions.batches(),
+                "eviction_batches": parts.persist.room.evictions.batches(),
                 "checks": self.checkup.rounds,
                 "checked": self.checkup.last.data() if self.checkup.last else {},
                 "counters": dict(parts.counts),

@@ -6,7 +6,9 @@ What an engine asks for meanwhile is looked up at once: the runs along its path,
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -35,8 +37,8 @@ class Restore:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._places: dict[int, Places] = {}
-        self._late: list[Late] = []
-        """Parts of runs that hang below what other runs bring."""
+        self._late: list[tuple[int, int, Late]] = []
+        """A heap of parts of runs that hang below what other runs bring: where each begins, a number, the part."""
         self._sought: set[tuple[int, bytes]] = set()
         """What was looked up: the tier's number of the cache, and the name."""
 
@@ -45,16 +47,17 @@ class Restore:
         disk = self.parts.disk
         if disk is None:
             return
-        self.parts.persist.order.late = True
+        self.parts.persist.room.order.late = True
         owners = self._caches(disk)
         self.parts.warmth.load()
         async for run in sliced(disk.load(), slice_s=SLICE_S):
             owner = owners.get(run.cache)
             if owner is None or owner.disk is None:
                 self._refuse(run, list(range(run.pages)))
-            else:
-                self._graft(owner, run)
-        self._graft_late()
+                continue
+            await self._look(run.cache, run.parent, run.depth)
+            self._graft(owner, run)
+        await self._graft_late()
         await self._queue(owners)
         self._places.clear()
         self._sought.clear()
@@ -81,17 +84,23 @@ class Restore:
         self.parts.warmth.apply(cache, run, self._places[run.cache])
         self._refuse(run, refused)
         if rest is not None:
-            self._late.append(rest)
+            heapq.heappush(self._late, (rest.depth, run.id, rest))
 
-    def _graft_late(self) -> None:
-        late = self._late
-        while late:
-            late.sort(key=lambda part: part.run.depth + part.first, reverse=True)
-            part = late.pop()
+    async def _look(self, number: int, parent: bytes, depth: int) -> None:
+        """Have the place known below which page number `depth` goes, if it has one; that may mean to look at many."""
+        places = self._places.get(number)
+        if places is not None and places.strange(parent):
+            async for _ in sliced(places.looking(depth), slice_s=SLICE_S):
+                pass
+
+    async def _graft_late(self) -> None:
+        """Those that begin first, first."""
+        async for part in sliced(_first(self._late), slice_s=SLICE_S):
+            await self._look(part.run.cache, part.parent, part.depth)
             refused, rest = graft_late(part, self._places[part.run.cache])
             self._refuse(part.run, refused)
             if rest is not None:
-                late.append(rest)
+                heapq.heappush(self._late, (rest.depth, rest.run.id, rest))
 
     async def _queue(self, owners: dict[int, Cache]) -> None:
         """Let eviction find what was indexed; had it been told run by run, nearly all would be no leaf any more."""
@@ -99,7 +108,7 @@ class Restore:
             index = owners[number].index
             async for node in sliced(places.leaves, slice_s=SLICE_S):
                 index.requeue(node, Tier.DISK)
-        self.parts.persist.order.late = False
+        self.parts.persist.room.order.late = False
 
     def _refuse(self, run: Run, pages: list[int]) -> None:
         """Free pages of a run that the index has no place for."""
@@ -122,6 +131,7 @@ class Restore:
             for page in _on_disk(cache, node, at, end):
                 parent = chains[page * CHAIN_BYTES : (page + 1) * CHAIN_BYTES]
                 first = keys[page * stride : (page + 1) * stride]
+                await self._look(cache.disk or 0, parent, page)
                 progress |= bool(first) and self._seek(cache, page, parent, first)
                 if time.perf_counter() > until:
                     await asyncio.sleep(0)
@@ -159,6 +169,12 @@ class Restore:
             run.keys = run.chains = b""
         self.parts.counts["runs_looked_up"] += len(found)
         return bool(found)
+
+
+def _first(late: list[tuple[int, int, Late]]) -> Iterator[Late]:
+    """Parts of a heap that grows meanwhile, those that begin first, first."""
+    while late:
+        yield heapq.heappop(late)[2]
 
 
 def _on_disk(cache: Cache, node: Node, first: int, end: int) -> list[int]:

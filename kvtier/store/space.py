@@ -202,7 +202,7 @@ class Space:
         finally:
             for index, node in unsaved:
                 index.requeue(node, self.tier)
-            self.persist.evictions.batch(self.tier, dropped)
+            self.persist.room.evictions.batch(self.tier, dropped)
         return dropped > 0
 
     def _save(self, index: Index, node: Node) -> int:
@@ -219,7 +219,7 @@ class Space:
         if self._alone_from(index, node, lo, hi, self.others) < hi:
             self.counts["pages_lost_unsaved"] += hi - lo
         why = f"no room in {self.name}"
-        self.persist.evictions.note(index, node, lo, hi, self.tier, why, time.time(), self.ways.now())
+        self.persist.room.evictions.note(index, node, lo, hi, self.tier, why, time.time(), self.ways.now())
         gone = index.evict(node, lo, hi, self.tier)
         cache.release(gone, self.persist.disk)
         for dropped in gone:

@@ -80,7 +80,7 @@ class Tokens(Reserving):
         parts = segments(cache, node, found.pages, device=device)
         if first:
             self.parts.ways.curves.note(cache, path.keys)
-            misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.evictions)
+            misses.count(cache, path.keys, found, parts, self.parts.counts, self.parts.persist.room.evictions)
         asking = self._ask(path, found)
         known = cache.radix.deepest(path.keys)[1] if cache.radix.states else 0
         if not path.prefill:

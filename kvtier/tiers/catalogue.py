@@ -5,12 +5,13 @@ Writes come from one OS thread; reads may come from others, in transactions that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -47,7 +48,9 @@ class Catalogue:
         self._limit = limit_bytes
         self._remap = threading.Lock()  # no transaction survives a change of the map's size
         self._env: lmdb.Environment
-        self._dbs: dict[bytes, lmdb._Database] = {}
+        self._dbs: dict[bytes, lmdb._Database]
+        self._shut = False
+        """Whether it had to be closed and could not be opened again so far."""
         self._unnamed = False
         self.version: Version
         """Slab size of this directory (as asked for when new) and the next cache number."""
@@ -68,12 +71,38 @@ class Catalogue:
         """Open it with a map of so many times its size."""
         data = self.path / "data.mdb"
         have = data.stat().st_size if data.exists() else 0
-        self._env = lmdb.open(
+        env = lmdb.open(
             str(self.path), map_size=max(MAP_BYTES, room * have), max_dbs=MAX_DBS, mode=0o600,
             sync=self._sync, metasync=self._sync,
         )  # fmt: skip
-        self._env.reader_check()
-        self._dbs = {name: self._env.open_db(name) for name in NAMES}
+        try:
+            env.reader_check()
+            dbs = {name: env.open_db(name) for name in NAMES}
+        except BaseException:
+            env.close()
+            raise
+        self._env, self._dbs, self._shut = env, dbs, False
+
+    @contextlib.contextmanager
+    def _closed(self) -> Iterator[None]:
+        """Inside, nobody has the file. It is open again after that, or whoever needs it next opens it."""
+        with self._remap:
+            self._shut = True
+            self._env.close()
+            try:
+                yield
+            finally:
+                self._open()
+
+    def _ready(self) -> None:
+        """Open it where that failed before; with `_remap` held. Raises lmdb.Error, OSError."""
+        if self._shut:
+            self._open()
+
+    def _read(self) -> lmdb.Transaction[bytes]:
+        """A transaction to read in; with `_remap` held."""
+        self._ready()
+        return self._env.begin()
 
     def _settle_version(self, slab_bytes: int) -> Version:
         """The version on record; a new catalogue records the slab size asked for."""
@@ -90,6 +119,8 @@ class Catalogue:
         changes = list(changes)
         reopened = False
         self._name()
+        with self._remap:
+            self._ready()
         while True:
             try:
                 with self._env.begin(write=True) as txn:
@@ -118,9 +149,8 @@ class Catalogue:
             return size < self._limit
 
     def _reopen(self) -> None:
-        with self._remap:
-            self._env.close()
-            self._open()
+        with self._closed():
+            pass
 
     def caches(self) -> tuple[dict[int, CacheRecord], list[bytes]]:
         """All caches by number, and the keys of records that are damaged."""
@@ -138,18 +168,18 @@ class Catalogue:
         return {key: decode_number(key, value) for key, value in self._all(b"epochs")}
 
     def _all(self, db: bytes) -> list[tuple[bytes, bytes]]:
-        with self._remap, self._env.begin(db=self._dbs[db]) as txn:
-            return [(bytes(key), bytes(value)) for key, value in txn.cursor()]
+        with self._remap, self._read() as txn:
+            return [(bytes(key), bytes(value)) for key, value in txn.cursor(self._dbs[db])]
 
     def run(self, key: bytes) -> bytes | None:
         """One run's value."""
-        with self._remap, self._env.begin(db=self._dbs[b"runs"]) as txn:
-            return bytes(found) if (found := txn.get(key)) is not None else None
+        with self._remap, self._read() as txn:
+            return bytes(found) if (found := txn.get(key, db=self._dbs[b"runs"])) is not None else None
 
     def runs(self, after: bytes, count: int) -> list[tuple[bytes, bytes, bytes | None]]:
         """Up to `count` runs behind this key: key, value, and the value of the mask if there is one."""
         out: list[tuple[bytes, bytes, bytes | None]] = []
-        with self._remap, self._env.begin() as txn:
+        with self._remap, self._read() as txn:
             cursor, masks = txn.cursor(self._dbs[b"runs"]), txn.cursor(self._dbs[b"live"])
             found = cursor.set_range(after + b"\0")
             masked = masks.key() if masks.set_range(after + b"\0") else None
@@ -169,6 +199,8 @@ class Catalogue:
         fresh = self.path / "fresh"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
+        with self._remap:
+            self._ready()
         self._env.copy(str(fresh), compact=True)
         (fresh / "data.mdb").chmod(0o600)
         fd = os.open(fresh / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
@@ -176,13 +208,9 @@ class Catalogue:
             os.fsync(fd)
         finally:
             os.close(fd)
-        with self._remap:
-            self._env.close()
-            try:
-                (fresh / "data.mdb").replace(self.path / "data.mdb")
-                self._unnamed = True
-            finally:
-                self._open()
+        with self._closed():
+            (fresh / "data.mdb").replace(self.path / "data.mdb")
+            self._unnamed = True
         shutil.rmtree(fresh, ignore_errors=True)
         self._name()
 
@@ -205,7 +233,7 @@ class Catalogue:
     def runs_at(self, prefix: bytes) -> list[tuple[bytes, bytes, bytes | None]]:
         """The same of every run whose key begins so."""
         out: list[tuple[bytes, bytes, bytes | None]] = []
-        with self._remap, self._env.begin() as txn:
+        with self._remap, self._read() as txn:
             cursor = txn.cursor(self._dbs[b"runs"])
             found = cursor.set_range(prefix)
             while found and (key := bytes(cursor.key())).startswith(prefix):
@@ -216,7 +244,7 @@ class Catalogue:
     @property
     def free_bytes(self) -> int:
         """Bytes of the file that hold nothing."""
-        with self._remap, self._env.begin() as txn:
+        with self._remap, self._read() as txn:
             stats = [self._env.stat(), *(txn.stat(db) for db in self._dbs.values())]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return max(self.used_bytes - pages * stats[0]["psize"], 0)

@@ -48,7 +48,7 @@ from kvtier.tiers.records import (
     run_prefix,
 )
 from kvtier.tiers.relocate import Relocator
-from kvtier.tiers.runrecord import encode_run
+from kvtier.tiers.runrecord import encode_run, parse
 from kvtier.tiers.transfers import Reads, Writing
 from kvtier.tiers.upkeep import Upkeep
 from kvtier.types import RUN_PAGES, Code, bad
@@ -194,7 +194,7 @@ class DiskTier(Gauges):
             number = run_number(key)
             if number not in self._early and number not in self._ledger.runs:
                 with contextlib.suppress(Damaged):  # load will meet it
-                    if run := self._ledger.restore(key, value, mask, cache, parent, first):
+                    if run := self._ledger.restore(key, parse(key, value), mask, cache, parent, first):
                         self._early.add(number)
                         found.append(run)
         return found

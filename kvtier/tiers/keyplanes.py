@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from kvtier.identity import TOKEN_BYTES
 
 
@@ -26,3 +30,14 @@ def unpack_keys(planes: int, packed: bytes) -> bytes:
     for plane in range(planes):
         out[plane::TOKEN_BYTES] = packed[plane * words : (plane + 1) * words]
     return bytes(out)
+
+
+def unpack_all(planes: int, packed: Sequence[bytes]) -> list[bytes]:
+    """The same of many that are equally long, together, at half the cost."""
+    parts = np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), planes, -1)
+    words = parts[:, planes - 1].astype("<u4")
+    for plane in reversed(range(planes - 1)):
+        words <<= 8
+        words |= parts[:, plane]
+    keys, size = words.tobytes(), words.shape[1] * TOKEN_BYTES
+    return [keys[at : at + size] for at in range(0, len(keys), size)]

@@ -24,7 +24,7 @@ from kvtier.tiers.records import (
     run_number,
     spans_of,
 )
-from kvtier.tiers.runrecord import decode_run
+from kvtier.tiers.runrecord import Record, build, decode_run
 from kvtier.types import RUN_PAGES, Changed, Code, KvtierError
 
 PAGE_BITS: Final = 6
@@ -296,15 +296,23 @@ class Ledger:
     # -- loading ------------------------------------------------------------------------------------------------
 
     def restore(
-        self, key: bytes, value: bytes, mask: bytes | None, cache: int = 0, parent: bytes = b"", first: bytes = b""
+        self,
+        key: bytes,
+        record: Record | None,
+        mask: bytes | None,
+        cache: int = 0,
+        parent: bytes = b"",
+        first: bytes = b"",
     ) -> Run | None:
-        """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right.
+        """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right, or is None.
 
         With a cache given: None, too, where it is of another one, or below another parent, or begins with another page.
         """
         if (number := run_number(key)) >= self.next_run:
             self.next_run = number + 1
-        found = decode_run(key, value, self._layouts)
+        if record is None:
+            raise Damaged
+        found = build(key, record, self._layouts)
         if found is None:
             return None
         run, spans = found

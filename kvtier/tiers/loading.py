@@ -11,7 +11,7 @@ from kvtier.tiers.catalogue import Catalogue
 from kvtier.tiers.health import Health
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.records import Change, Damaged, Run, run_number
-from kvtier.tiers.runrecord import cache_of
+from kvtier.tiers.runrecord import parse_all
 
 log = logging.getLogger("kvtier.disk")
 
@@ -35,14 +35,15 @@ def load_runs(
             log.error("the disk catalogue does not find run %s again: what is behind it is not loaded", after.hex())
             break
         after = chunk[-1][0]
-        for key, value, mask in chunk:
+        records = parse_all((key, value) for key, value, _ in chunk)
+        for (key, _, mask), record in zip(chunk, records, strict=True):
             if early and run_number(key) in early:
                 continue
             run = None
             try:
-                run = ledger.restore(key, value, mask)
-                if run is None and damaged:
-                    lost[cache_of(key, value)] += 1
+                run = ledger.restore(key, record, mask)
+                if run is None and damaged and record is not None:
+                    lost[record.cache] += 1
             except Damaged:
                 health.count(damaged_runs=1)
                 log.warning("run %s of the disk catalogue is damaged and dropped", key.hex())

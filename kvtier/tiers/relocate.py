@@ -13,6 +13,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, Final
 
+import lmdb
 import numpy as np
 
 from kvtier.tiers.catalogue import Catalogue
@@ -147,10 +148,10 @@ class Relocator:
         move = self._ledger.plan_move(run, self._slab)
         if move is None:
             return False
-        value = self._catalogue.run(run.key)
         try:
+            value = self._catalogue.run(run.key)
             found = decode_run(run.key, value or b"", {run.cache: run.layouts[: run.groups]})
-        except Damaged:
+        except (Damaged, lmdb.Error, OSError):
             found = None
         if found is None:
             self._ledger.abandon_move(move, doubtful=False)

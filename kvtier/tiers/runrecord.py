@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from kvtier.identity import TOKEN_BYTES
 from kvtier.tiers.cells import Layout, Span
-from kvtier.tiers.keyplanes import pack_keys, unpack_keys
+from kvtier.tiers.keyplanes import pack_keys, unpack_all, unpack_keys
 from kvtier.tiers.layouts import packed_layouts
 from kvtier.tiers.records import Damaged, Placed, Run, name_of, place, run_key, run_prefix, seal, unseal
 
@@ -22,7 +23,9 @@ class _Group(msgspec.Struct, array_like=True, frozen=True):
     sums: bytes
 
 
-class _Run(msgspec.Struct, array_like=True, frozen=True):
+class Record(msgspec.Struct, array_like=True):
+    """A run as the catalogue spells it."""
+
     cache: int
     pages: int
     parent: bytes
@@ -33,7 +36,7 @@ class _Run(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_run = msgspec.msgpack.Decoder(_Run).decode
+_decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def encode_run(run: Run, groups: Sequence[Placed]) -> bytes:
@@ -42,15 +45,39 @@ def encode_run(run: Run, groups: Sequence[Placed]) -> bytes:
     parts = tuple(
         _Group(present, tuple(n for s in spans for n in s), sums.tobytes()) for present, spans, sums in groups
     )
-    return seal(run.key, _encode(_Run(run.cache, run.pages, run.parent, planes, keys, run.chains, parts)))
+    return seal(run.key, _encode(Record(run.cache, run.pages, run.parent, planes, keys, run.chains, parts)))
 
 
-def decode_run(
-    key: bytes, value: bytes | memoryview, caches: dict[int, tuple[Layout, ...]]
-) -> tuple[Run, list[Span]] | None:
+def parse(key: bytes, value: bytes) -> Record:
+    """What a value says that is right. Raises Damaged."""
+    try:
+        return _decode(unseal(key, value))
+    except msgspec.DecodeError as error:
+        raise Damaged from error
+
+
+def parse_all(sealed: Iterable[tuple[bytes, bytes]]) -> list[Record | None]:
+    """The same of many keys and values, with their page keys unpacked together; None for those that are damaged."""
+    out: list[Record | None] = []
+    alike: dict[tuple[int, int], list[Record]] = {}
+    for key, value in sealed:
+        try:
+            record = parse(key, value)
+        except Damaged:
+            out.append(None)
+            continue
+        out.append(record)
+        alike.setdefault((record.planes, len(record.keys)), []).append(record)
+    for (planes, size), records in alike.items():
+        if 0 < planes < TOKEN_BYTES and size and not size % planes:
+            for record, keys in zip(records, unpack_all(planes, [each.keys for each in records]), strict=True):
+                record.planes, record.keys = TOKEN_BYTES, keys
+    return out
+
+
+def build(key: bytes, record: Record, caches: dict[int, tuple[Layout, ...]]) -> tuple[Run, list[Span]] | None:
     """A run and all its cells, as written; None where its cache is gone. Raises Damaged."""
     try:
-        record = _decode_run(unseal(key, value))
         depth, name, number = run_key(key)
         if record.cache not in caches:
             return None
@@ -63,17 +90,14 @@ def decode_run(
             return run, spans
         groups = [Placed(g.present, _triples(g.spans), array("Q", g.sums)) for g in record.groups]
         place(run, groups)
-    except (msgspec.DecodeError, ValueError, struct.error) as error:
+    except (ValueError, struct.error) as error:
         raise Damaged from error
     return run, [span for group in groups for span in group.spans]
 
 
-def cache_of(key: bytes, value: bytes | memoryview) -> int:
-    """The number of the cache that a run is of, be it known or not. Raises Damaged."""
-    try:
-        return _decode_run(unseal(key, value)).cache
-    except msgspec.DecodeError as error:
-        raise Damaged from error
+def decode_run(key: bytes, value: bytes, caches: dict[int, tuple[Layout, ...]]) -> tuple[Run, list[Span]] | None:
+    """The same of a value."""
+    return build(key, parse(key, value), caches)
 
 
 def _plain(run: Run, groups: tuple[_Group, ...]) -> list[Span] | None:
@@ -98,7 +122,7 @@ def _plain(run: Run, groups: tuple[_Group, ...]) -> list[Span] | None:
 def rename_run(body: bytes, depth: int, number: int) -> tuple[bytes, bytes]:
     """The key and the value in this format of a run's body that older formats filed elsewhere. Raises Damaged."""
     try:
-        record = _decode_run(body)
+        record = _decode(body)
     except msgspec.DecodeError as error:
         raise Damaged from error
     keys = unpack_keys(record.planes, record.keys)
