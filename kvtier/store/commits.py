@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 
 import numpy as np
 
+from kvtier.index.node import on_path
 from kvtier.mover import BATCH_BYTES, INLINE_BYTES, Urgency, digest, drained
 from kvtier.store.cache import Cache
 from kvtier.store.durable import told_durable, watch_keys
@@ -41,9 +42,11 @@ class Commits:
         first = msg.first - res.start
         if first < 0 or msg.pages < 1 or first + msg.pages > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", (msg.first, msg.pages))
+        _check_names(res, msg)
         if res.filling and any(res.filling[at] for at in range(first, first + msg.pages)):
             raise KvtierError(Code.BUSY, "a Store still writes into these pages: commit them after its reply", "first")
         given = _given(process, res, msg)
+        res.name(msg.named, msg.keys, self.parts.now(), self.parts.unlease)
         positions = res.mark(process, first, msg.pages)
         for group, sums in given:
             res.know(positions, group, first, sums)
@@ -166,6 +169,8 @@ class Commits:
             return False
         if res.waiting and not res.cache.spec.keyed and not self._fed(res):
             res.abandon(complete=True)
+        if res.kept:
+            return False
         return res.settled or ((res.dead or res.stuck) and not res.writable)
 
     def _end(self, res: Reservation) -> None:
@@ -191,7 +196,7 @@ class Commits:
             r.start <= page - 1 < r.start + r.pages
             and r is not res
             and not r.stuck
-            and locate(r.nodes[0], page - 1)[0] is node
+            and (locate(r.nodes[0], page - 1)[0] is node or (r.named < page and on_path(node, r.nodes[0])))
             for r in res.cache.reservations
         )
 
@@ -237,6 +242,16 @@ async def _result(work: asyncio.Future[Committed]) -> Committed:
         return await asyncio.shield(work)
     finally:
         await drained(work)
+
+
+def _check_names(res: Reservation, msg: Commit) -> None:
+    """Raise bad_request for keys that a reservation does not wait for, and for pages that have none."""
+    stride, end = res.cache.index.stride, res.start + res.pages
+    count, rest = divmod(len(msg.keys), stride)
+    if rest or (count and not (res.running and 0 <= msg.named <= res.named and msg.named + count <= end)):
+        raise bad("keys", f"page keys of a running reservation, from page {res.named} to {end}", (msg.named, count))
+    if msg.first + msg.pages > max(res.named, msg.named + count):
+        raise bad("first", f"pages whose keys are known: those before {res.named}", (msg.first, msg.pages))
 
 
 def _given(process: Process, res: Reservation, msg: Commit) -> list[tuple[int, array[int]]]:
