@@ -67,13 +67,20 @@ class Engine:
         return self.kv.logical()[:, self.ids].copy()
 
 
+@pytest.fixture
+def engine(daemon: Daemon, device: Any) -> Iterator[Engine]:
+    """One engine of that daemon."""
+    one = Engine(daemon, device)
+    yield one
+    one.client.close()
+
+
 def keys() -> bytes:
     return np.arange(PAGES * TOKENS, dtype="<i4").tobytes()
 
 
-def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daemon, device: Any):
+def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daemon, device: Any, engine: Engine):
     """Map by handle, gather on the engine's stream into slots, commit after it, scatter from leased slots."""
-    engine = Engine(daemon, device)
     assert engine.client.map_device(), engine.client.device.reason
     before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
     held = engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=True)
@@ -89,12 +96,11 @@ def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daem
         assert all(read.view(0, page) is not None for page in range(PAGES))
 
 
-def test_an_engine_decodes_in_the_daemons_memory(daemon: Daemon, device: Any):
+def test_an_engine_decodes_in_the_daemons_memory(daemon: Daemon, device: Any, engine: Engine):
     """A prompt of two pages and four that come token by token: each is named and committed when it is full.
 
     All of them are read where they were computed until the request ends, and are a hit of others from then on.
     """
-    engine = Engine(daemon, device)
     assert engine.client.map_device(), engine.client.device.reason
     before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
     per, stride = engine.plan.per, engine.cache.spec.stride
@@ -117,9 +123,8 @@ def test_an_engine_decodes_in_the_daemons_memory(daemon: Daemon, device: Any):
         assert all(read.view(0, page) is not None for page in range(PAGES))
 
 
-def test_hot_pages_come_up_and_are_read_there(daemon: Daemon, device: Any):
+def test_hot_pages_come_up_and_are_read_there(daemon: Daemon, device: Any, engine: Engine):
     """What host has is brought to the device once an engine that maps it reads it, and its kernels find it there."""
-    engine = Engine(daemon, device)
     before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
     staged = Shuttle(device, engine.plan)
     pinned = device.pin(PAGES * engine.plan.group.item_bytes)
