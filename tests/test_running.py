@@ -288,6 +288,29 @@ async def test_a_reset_under_a_request_serves_nothing_and_takes_nothing_away():
         assert idle(store) == []
 
 
+async def test_a_long_request_does_not_cut_its_path_into_a_node_a_page(tmp_path: Path):
+    """A hundred pages decoded one by one are a few nodes, so that the last page costs what the first did."""
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(PAGE)
+        run = Decoding(engine)
+        await run.begin(100)
+        for page in range(100):
+            assert (await run.full(page, tokens(page))).published == page + 1
+            if page % 8 == 0:
+                await quiet(store)  # what is written to disk meanwhile holds its path
+        index = next(iter(store.parts.caches.values())).radix
+        assert index.nodes < 50
+        run.reads(range(100))
+        await run.end()
+        assert await engine.get(run.keys) == 100
+        with pytest.raises(KvtierError, match="at most 65536 running pages"):
+            await Decoding(engine).begin(1 << 20)
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
 @pytest.mark.parametrize("how", ["told", "stuck"])
 async def test_a_device_that_fails_under_a_request_serves_none_of_it(how: str):
     """Sick by name: nothing more is served, no slot there is given to anybody, the end of the request is accepted."""

@@ -46,11 +46,19 @@ class Commits:
         if res.filling and any(res.filling[at] for at in range(first, first + msg.pages)):
             raise KvtierError(Code.BUSY, "a Store still writes into these pages: commit them after its reply", "first")
         given = _given(process, res, msg)
-        res.name(msg.named, msg.keys, self.parts.now(), self.parts.unlease)
+        if msg.keys:
+            self._name(res, msg)
         positions = res.mark(process, first, msg.pages)
         for group, sums in given:
             res.know(positions, group, first, sums)
         return self.complete(res, positions)
+
+    def _name(self, res: Reservation, msg: Commit) -> None:
+        """Pages that had no keys have some; a node for each of thousands would make each lease of the path slow."""
+        res.name(msg.named, msg.keys, self.parts.now(), self.parts.unlease)
+        index, node = res.cache.radix, res.nodes[0]
+        if not self.parts.loading and not res.cache.gone(node) and index.crowded(node):
+            index.join(node)
 
     def complete(self, res: Reservation, positions: Sequence[int]) -> Committed | Awaitable[Committed]:
         """Take the checksums of complete positions that are not known, and serve what can be served."""

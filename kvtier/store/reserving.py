@@ -19,6 +19,8 @@ from kvtier.types import NO_COPY, Code, Kind, Tier, bad
 from kvtier.wire import Items, Reserve, Reserved, Want
 
 Mask = NDArray[np.bool_]
+MOST_RUNNING = 1 << 16
+"""Pages without keys of one request: a number is asked for at no cost, and each is looked at."""
 
 
 class Ask(NamedTuple):
@@ -44,6 +46,8 @@ class Reserving:
         cache = path.cache
         stride = cache.index.stride
         total = MAX_KEYS // stride if msg.running else len(path.keys) // stride
+        if msg.running and msg.pages > MOST_RUNNING:
+            raise bad("pages", f"at most {MOST_RUNNING} running pages", msg.pages)
         if msg.pages < 1 or msg.start < 0 or msg.start + msg.pages > total:
             raise bad("pages", f"a range within the {total} pages of the handle", (msg.start, msg.pages))
         wanted = _wanted(cache, msg)
