@@ -91,7 +91,9 @@ def measure(bench: Bench, name: str, subjects: dict[str, Ask]) -> None:
     trunk(subjects[OURS], prompts)
     for share in SHARES:
         shares(bench, name, subjects, prompts, share)
-    if name == "vLLM":  # transformers takes five seconds for a prompt; after what is shared above, which this pushes out
+    if (
+        name == "vLLM"
+    ):  # transformers takes five seconds for a prompt; after what is shared above, which this pushes out
         overhead(bench, name, subjects, prompts, bench.rounds(32))
         overhead(bench, name, subjects, Prompts(3 * prompts.length, bench.seed + 1), bench.rounds(12))
     for kind, shape in (("chat", SMALL),) if bench.tiny else (("chat", CHAT), ("agents", AGENT)):

@@ -18,8 +18,8 @@ from typing import Any
 import gpu_daemon
 import msgspec
 import numpy as np
-import xxhash
-from gpu_room import TOKENS, USUAL, Form, Room, gbps, room, ways
+from gpu_check import check
+from gpu_room import USUAL, Form, Room, gbps, room, ways
 from measure import Row, Target, interleave, make_row, markdown
 
 from kvtier import quant
@@ -34,7 +34,7 @@ SMALL_DIMS = {4: 32, 8: 64, 16: 128, 28: 224}
 SIZES = [(1, Form(2, 32)), (1, Form(2, 128)), *((layers, USUAL) for layers in (1, 4, 8, 16, 64, 256, 1024))]
 """Layers and their form that make pages of 4 KiB to 64 MiB."""
 STEPS = (
-    "check: gather, scatter, quantization and sums on the GPU against numpy, byte for byte",
+    "check: gather, scatter, sums, quantization and what comes back of it, against numpy byte for byte; largest errors",
     "kernels: gather and scatter within GPU memory, pages of 4 KB to 64 MB, GB/s against a device memcpy of as much",
     "quantization: fused gather and quantize, and back, for each codec, GB/s of KV against a device memcpy",
     "sums: xxh3-64 of slots in GPU memory, GB/s",
@@ -42,6 +42,7 @@ STEPS = (
     "small blocks: 4 to 28 KB a block in 32 layers, each way, against a loop of one copy a block and layer",
     "overlap: pages in and out at once, against the sum of both alone",
     "first layer: from the asking until the first of 32 layers may be read, against all of them",
+    "by the daemon: blocks of 4 and 64 KiB to and from slots in host and on the device, and pages between these tiers",
     "hit: from a match at a real daemon until the first layer may be read, pages in host and on the device tier",
     "decode: slowdown of a memory-bound kernel while pages come in: each way, on its own stream, by the daemon",
 )
@@ -200,51 +201,6 @@ def overlap(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
     return rows
 
 
-def check(gpu: Any) -> None:
-    """Pages through every codec, out and in, against numpy on the CPU; raises where a byte differs."""
-    for name in ("none", *quant.CODECS):
-        at = room(gpu, 3, 5, name)
-        mirror, stream = gpu.pin(at.kv.bytes), gpu.stream()
-        words = np.random.default_rng(1).standard_normal(at.kv.bytes // 2).astype(np.float32)
-        mirror.data[:] = quant.narrow(words, "bf16").view(np.uint8)
-        gpu.copy(at.kv.address, mirror.address, at.kv.bytes, stream)
-        stream.synchronize()
-        shuttle = Shuttle(gpu, at.plan, sums=True)
-        stored = shuttle.store(at.ids, at.slots)
-        stored.wait()
-        pages = at.pinned.data.reshape(5, -1)
-        rows = (
-            mirror.data.view(np.uint16)
-            .reshape(3, 10, TOKENS, USUAL.heads, 2, USUAL.dim)[:, at.ids]
-            .transpose(1, 0, 3, 4, 2, 5)
-        )
-        for page, want in zip(pages, rows, strict=True):
-            assert np.array_equal(page, expected(want, name)), f"gather {name}"
-        assert stored.sums is not None
-        assert stored.sums.tolist() == [xxhash.xxh3_64_intdigest(page) for page in pages], f"sums {name}"
-        shuttle.load(at.ids, at.slots).wait()
-        if name == "none":
-            gpu.copy(mirror.address, at.kv.address, at.kv.bytes, stream)
-            stream.synchronize()
-            assert np.array_equal(mirror.data.view(np.uint16), quant.narrow(words, "bf16")), "scatter"
-        shuttle.close()
-        mirror.free()
-        at.free()
-    print("check: every byte is as numpy has it")
-
-
-def expected(page: Any, name: str) -> Any:
-    """A canonical page of words [layers, heads, K and V, tokens, dim] as bytes in its slot."""
-    if name == "none":
-        return np.ascontiguousarray(page).view(np.uint8).reshape(-1)
-    way = quant.codec(name)
-    parts = [quant.pack(page[:, :, n], way.kind, way.axes[n], "bf16") for n in range(2)]
-    heads = page.shape[:2]
-    pieces = [codes.reshape(*heads, -1) for codes, _ in parts]
-    pieces += [np.ascontiguousarray(words).view(np.uint8).reshape(*heads, -1) for _, words in parts]
-    return np.concatenate(pieces, axis=2).reshape(-1)
-
-
 def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description="Check and time the GPU path.")
@@ -258,11 +214,11 @@ def main() -> None:
         print(*(f"  {n}. {step}" for n, step in enumerate(STEPS, 1)), sep="\n")
         sys.exit(0)
     print(f"{gpu.facts.name}, {gpu.facts.processors} multiprocessors")
-    check(gpu)
+    rows = check(gpu)
     rounds, total, pages = (1, 1 << 20, 4) if args.tiny else (args.rounds, TOTAL, 128)
     layers = 2 if args.tiny else 32
     sizes = SIZES[:3] if args.tiny else SIZES
-    rows = within(gpu, rounds, layers, pages, total, sizes)
+    rows += within(gpu, rounds, layers, pages, total, sizes)
     rows += link(gpu, rounds, total, sizes, layers)
     rows += overlap(gpu, rounds, layers, pages)
     rows += gpu_daemon.rows(gpu, rounds, layers, pages)

@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import gpu_launched
 import numpy as np
-from gpu_room import TOKENS, gbps, room, ways
+from gpu_room import TOKENS, USUAL, Form, gbps, room, ways
 from measure import Row, Samples, interleave, make_row
 
 from kvtier.client import Client
@@ -21,6 +22,8 @@ from kvtier.device.shuttle import Shuttle, Transfer, Way
 from kvtier.identity import CacheSpec
 from kvtier.wire import Plane
 
+SMALL = Form(2, 32)
+"""4 KiB a block and layer."""
 DECODES = 20
 """Gathers that stand for a decode step: as memory-bound as one."""
 
@@ -28,10 +31,12 @@ DECODES = 20
 class Engine:
     """An engine's KV, which a daemon maps, its client, and pages that it has stored."""
 
-    def __init__(self, daemon: Daemon, gpu: Any, layers: int, pages: int) -> None:
+    def __init__(self, daemon: Daemon, gpu: Any, layers: int, pages: int, form: Form) -> None:
         self.client = Client(daemon.socket, instance="bench", verify="always", timeout_s=30.0)
-        self.at = room(gpu, layers, pages, take=lambda size: self._share(gpu, size))
+        self.at = room(gpu, layers, pages, form=form, take=lambda size: self._share(gpu, size))
         self.pages = pages
+        self.committing = 0.0
+        """When the latest commit was asked for."""
         self.cache = self.client.open(CacheSpec("bench", b"f" * 16, "bfloat16", TOKENS, (self.at.plan.group,)))
         base = self.at.kv.address
         planes = [
@@ -49,13 +54,18 @@ class Engine:
         self.shared = gpu.share(size)
         return self.shared.memory
 
+    def keys(self, number: int) -> bytes:
+        """A path of its own."""
+        return np.arange(number, number + self.pages * TOKENS, dtype="<i4").tobytes()
+
     def put(self, number: int, *, device: bool) -> bytes:
         """Store all pages under a path of their own, in host or on the device."""
-        keys = np.arange(number, number + self.pages * TOKENS, dtype="<i4").tobytes()
+        keys = self.keys(number)
         with self.cache.match(keys).reserve(0, self.pages, wait_ms=10_000, device=device) as held:
             if held.pages < self.pages or held.on_device(0, 0) != device:
                 raise RuntimeError(f"the daemon has no room for {self.pages} pages: {held.refused}")
             self.region.store(held, self.at.ids)
+            self.committing = time.perf_counter()
             held.commit()
         return keys
 
@@ -69,24 +79,28 @@ class Engine:
 
 
 @contextmanager
-def engine(gpu: Any, layers: int, pages: int) -> Iterator[Engine]:
-    """An engine beside a daemon with room for four times its pages in host and twice on the device."""
-    size = layers * pages * (64 << 10)
+def engine(gpu: Any, layers: int, pages: int, form: Form = USUAL) -> Iterator[Engine]:
+    """An engine beside a daemon with room for eight times its pages in host and three times on the device."""
+    size = layers * pages * form.bytes
     which = "cuda:0" if gpu.facts.compute else "cpu"
     flags = [f"--device-which={which}", f"--device-bytes={3 * size + (1 << 20)}"]
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         daemon = stack.enter_context(Daemon(home, host=str(8 * size + (16 << 20)), disk="0", flags=flags))
-        one = Engine(daemon, gpu, layers, pages)
+        one = Engine(daemon, gpu, layers, pages, form)
         stack.callback(one.close)
         yield one
 
 
 def rows(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
-    """Hits, then decoding beside loads."""
+    """What the daemon copies, hits, then decoding beside loads."""
+    out = []
+    for form in (USUAL, SMALL):
+        with engine(gpu, layers, pages, form) as one:
+            out += gpu_launched.rows(one, gpu, rounds, f"blocks of {form.bytes >> 10} KiB")
     with engine(gpu, layers, pages) as one:
         here = one.put(0, device=False)
-        out = hits(one, gpu, rounds, "in host", here)
+        out += hits(one, gpu, rounds, "in host", here)
         out += decode(one, gpu, rounds, here)
         if not one.client.map_device():
             raise RuntimeError(f"the device tier cannot be mapped: {one.client.device.reason}")

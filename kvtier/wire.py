@@ -309,6 +309,9 @@ class Want(Message):
 class Reserve(Message):
     """Slots for pages [start, start + pages) of the handle's path.
 
+    With `running` the pages may go beyond the path: their tokens are not known yet, and a Commit brings their keys.
+    Such a reservation is read as well as written: it holds all of its slots until its writers say Abort.
+
     Every full group gets every page. `wants` lists pages of window and state groups (absent: every page for
     window groups, none for state groups).
     """
@@ -320,6 +323,7 @@ class Reserve(Message):
     wait_ms: int = 50
     device: bool = False
     """Slots in the device's memory, which whoever writes maps."""
+    running: bool = False
 
 
 class Reserved(Message):
@@ -332,6 +336,8 @@ class Reserved(Message):
     """Why fewer pages than asked: a types.Code."""
     writes: bool = True
     """Whether who reserved writes them; false for a scheduler beside workers."""
+    named: int = -1
+    """Of a running reservation: pages of its path, from the root, whose keys the daemon has. Others: -1."""
 
 
 class Sums(Message):
@@ -346,12 +352,17 @@ class Commit(Message):
 
     For a keyed reservation: positions in the list of keys that was reserved. Replies after the checksum, which the
     daemon takes of items for which `sums` has none; only who wrote whole items can know any.
+
+    `keys`: of a running reservation, the keys of the path's pages from `named` on, as far as they are known by now;
+    what the daemon knows of them already is left as it is.
     """
 
     reservation: int
     first: int
     pages: int
     sums: tuple[Sums, ...] = ()
+    keys: bytes = b""
+    named: int = 0
 
 
 class Committed(Message):

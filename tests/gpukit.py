@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.types import Code, KvtierError
 from kvtier.wire import HANDLE_BYTES, Exported
 from lazydevice import LazyDevice
 from storekit import gpu
@@ -64,6 +65,51 @@ class Gated:
 def hanging(kind: str, seed: int) -> Any:
     """A device that can be `stuck`: lazy on the CPU, gated on a GPU."""
     return LazyDevice(seed) if kind == "cpu" else Gated()
+
+
+class Broken:
+    """A device whose calls fail, or do not return, once it is told so; all else is the real device's."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.down = False
+        """Every copy and launch is refused."""
+        self.gate = threading.Event()
+        """While it is not set no copy returns, nor moves anything."""
+        self.gate.set()
+        self.room = 1 << 30
+        """Buffers that may still be taken."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def copies(self, *args: Any) -> None:
+        self._look()
+        if self.gate.is_set():
+            self._device.copies(*args)
+        self.gate.wait()
+
+    def launch(self, *args: Any) -> None:
+        self._look()
+        self._device.launch(*args)
+
+    def _look(self) -> None:
+        if self.down:
+            raise KvtierError(Code.IO, "the link is down")
+
+    def take(self, size: int) -> Any:
+        if not self.room:
+            raise KvtierError(Code.NO_SPACE, f"taking {size} bytes: out of memory")
+        self.room -= 1
+        memory = self._device.take(size)
+        free = memory.free
+
+        def freed() -> None:
+            self.room += 1
+            free()
+
+        memory.free = freed
+        return memory
 
 
 class Kv:

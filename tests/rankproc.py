@@ -72,6 +72,31 @@ class Rank:
         self.held = self.cache.match(keys(number)).reserve(0, PAGES, wait_ms=5000, device=True)
         return [self.held.pages, self.held.on_device(0, 0), base64.b64encode(self.held.share()).decode()]
 
+    def begin(self, number: int) -> Any:
+        """The scheduler: slots on the device for pages of which it knows none yet."""
+        self.coming = keys(number)
+        self.held = self.cache.match(b"").reserve(0, PAGES, wait_ms=5000, device=True, running=True)
+        return [self.held.pages, self.held.on_device(0, 0), base64.b64encode(self.held.share()).decode()]
+
+    def full(self, page: int) -> Any:
+        """The scheduler: the tokens of a page are all there."""
+        stride = self.cache.spec.stride
+        self.held.name(self.coming[page * stride : (page + 1) * stride])
+        return self.held.commit(page, 1)
+
+    def end(self) -> Any:
+        """The request is over; a rank's kernels are."""
+        self.held.abort()
+        return True
+
+    def decode(self, share: str, page: int, seed: int) -> Any:
+        """A rank: compute a page and gather this rank's heads into its slot; how many pages are served then."""
+        if not page:
+            self.held = self.cache.adopt(base64.b64decode(share))
+            self.fill(seed + self.seed)
+        slot = np.array([self.held.address(0, page)], np.uint64)
+        return self.held.commit(page, 1, after=self.shuttle.store(self.ids[page : page + 1], slot).done)
+
     def acquire(self, number: int) -> Any:
         """The scheduler: a lease that all ranks read."""
         self.held = self.cache.match(keys(number)).acquire(wait_ms=5000)

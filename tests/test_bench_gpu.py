@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvtier import quant
 from kvtier.device.find import open_device
 
 BENCH = Path(__file__).resolve().parent.parent / "bench" / "gpu.py"
@@ -29,8 +30,18 @@ def test_without_a_gpu_it_says_what_it_would_do():
     """The reason, and every step of what a machine with a GPU would run; exit code 0."""
     out = run()
     assert out.startswith("no GPU: ")
-    assert out.count("\n") == 11
-    for what in ("4 KB to 64 MB", "pinned copy", "device memcpy", "at once", "first layer", "hit", "decode"):
+    assert out.count("\n") == 12
+    for what in (
+        "4 KB to 64 MB",
+        "pinned copy",
+        "device memcpy",
+        "at once",
+        "first layer",
+        "hit",
+        "decode",
+        "by the daemon",
+        "comes back",
+    ):
         assert what in out, what
 
 
@@ -38,8 +49,12 @@ def test_tiny_runs_every_step_on_whatever_is_there(tmp_path: Path):
     """Each step checks, measures and gives a row, on the CPU in a GPU's place too."""
     rows = tmp_path / "rows.json"
     out = run("--tiny", f"--json={rows}")
-    assert "check: every byte is as numpy has it" in out
-    cases = [row["case"] for row in msgspec.json.decode(rows.read_bytes())]
+    assert "check: every byte is as numpy has it, dequantized values too" in out
+    made = msgspec.json.decode(rows.read_bytes())
+    cases = [row["case"] for row in made]
+    errors = {row["case"]: row for row in made if row["unit"] == "of its bound"}
+    assert len(errors) == len(quant.CODECS)
+    assert all(row["met"] and row["value"] == row["limit"] > 0.1 for row in errors.values())
     assert len(cases) == len(set(cases))
     for word in (
         "gather int4-kivi",
@@ -49,6 +64,12 @@ def test_tiny_runs_every_step_on_whatever_is_there(tmp_path: Path):
         "store blocks of 28 KiB",
         "at once",
         "first layers are there",
+        "store by the daemon, blocks of 64 KiB, slots in host",
+        "load by the daemon, blocks of 64 KiB, slots in host",
+        "store by the daemon, blocks of 4 KiB, slots in device",
+        "load by the daemon, blocks of 4 KiB, slots in device",
+        "brought down to host by the daemon, blocks of 64 KiB",
+        "brought up to the device by the daemon, blocks of 4 KiB",
         "hit to the first layers, pages in host",
         "hit to the first layers, pages on the device",
         "beside a load staged",

@@ -210,6 +210,7 @@ def test_a_device_that_fails_midway_makes_the_shuttle_sick():
 def test_transfers_in_flight_are_bounded():
     """The seventeenth transfer that nobody waited for is refused as busy, and room is there again after a wait."""
     story = Story(LazyDevice(0), direct=True)
+    story.device.eager = 0.0  # works only when somebody waits
     slots = [HostBuffer(story.item) for _ in range(1)]
     address = np.array([slots[0].address], np.uint64)
     flying = [story.shuttle.store(np.array([0]), address) for _ in range(MOST_TRANSFERS)]
@@ -218,3 +219,13 @@ def test_transfers_in_flight_are_bounded():
     flying[0].wait()
     story.shuttle.store(np.array([0]), address).wait()
     assert len([transfer for transfer in flying if not transfer.settled()]) <= MOST_TRANSFERS - 1
+
+
+def test_transfers_of_which_only_an_event_was_waited_for_are_over():
+    """Whoever commits after `stored.done` and asks for nothing else is never told that too many are in flight."""
+    story = Story(LazyDevice(0), direct=True)
+    slots = story.slots()
+    addresses = np.array([slot.address for slot in slots], np.uint64)
+    for _ in range(MOST_TRANSFERS + 3):
+        assert story.shuttle.store(np.arange(PAGES), addresses).done.synchronize()
+    story.shuttle.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engines import Engine, Peer, spec, tokens
-from gpukit import Kv, hanging
+from gpukit import Broken, Kv, hanging
 from kvtier import wire
 from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
@@ -298,32 +298,14 @@ async def test_the_time_to_begin_is_not_the_time_to_move(monkeypatch: pytest.Mon
         carrier.close()
 
 
-class Narrow(LazyDevice):
-    """A device with room for so many buffers."""
-
-    room = 2
-
-    def take(self, size: int) -> Any:
-        if not self.room:
-            raise KvtierError(Code.NO_SPACE, f"taking {size} bytes: out of memory")
-        self.room -= 1
-        memory = super().take(size)
-        free = memory.free
-
-        def freed() -> None:
-            self.room += 1
-            free()
-
-        memory.free = freed
-        return memory
-
-
-async def test_a_transfer_without_room_for_its_buffers_costs_only_itself():
+async def test_a_transfer_without_room_for_its_buffers_costs_only_itself(kind: str):
     """GPU memory ran out: that request is refused, what it took is given back, the tier goes on."""
-    device = Narrow(5)
+    real = hanging(kind, 5)
+    device = Broken(real)
     async with over(lambda: device, 8) as store:
-        owner = Owner(store)
+        owner = Owner(store, real)
         engine = await owner.open()
+        device.room = 2
         keys = tokens(*range(PAGES))
         with pytest.raises(KvtierError, match="out of memory"):
             await owner.put(keys, [0, 1, 2, 3])
@@ -341,22 +323,9 @@ async def test_a_transfer_without_room_for_its_buffers_costs_only_itself():
 # -- a driver whose calls do not come back -----------------------------------------------------------------------------
 
 
-class Blocking(HostDevice):
-    """A device whose copies do not return, and move nothing, while the gate is shut."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def copies(self, *args: Any) -> None:
-        if self.gate.is_set():
-            super().copies(*args)
-        self.gate.wait()
-
-
-async def test_a_copy_that_never_returns_is_given_up_and_the_store_lives():
+async def test_a_copy_that_never_returns_is_given_up_and_the_store_lives(kind: str):
     """The thread hangs in the driver: the tier is sick, slots it may write are nobody's, host serves."""
-    device = Blocking()
+    device = Broken(maker(kind)())
     try:
         async with over(lambda: device, 16) as store:
             engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
@@ -385,9 +354,9 @@ async def test_a_copy_that_never_returns_is_given_up_and_the_store_lives():
 
 
 @pytest.mark.parametrize("where", ["begin", "end"])
-async def test_whoever_waits_for_a_driver_that_hangs_is_let_go_once(where: str):
+async def test_whoever_waits_for_a_driver_that_hangs_is_let_go_once(where: str, kind: str):
     """In `begin` or `end`: Stuck for what flew, io for what had not begun, also cancelled; it is told once."""
-    carrier, told_sick = Carrier(HostDevice, 4096, deadline_s=0.05), []
+    carrier, told_sick = Carrier(maker(kind), 4096, deadline_s=0.05), []
     gate, inside = threading.Event(), threading.Event()
     carrier.on_sick = lambda: told_sick.append(carrier.sick)
 
@@ -465,13 +434,13 @@ async def test_loads_that_are_waited_for_overtake_what_moves_in_the_background(k
     ]  # fmt: skip
 
 
-async def test_an_end_that_fails_leaves_nobody_waiting():
+async def test_an_end_that_fails_leaves_nobody_waiting(kind: str):
     """The device's error while a result is fetched is the word for who waits for it, too."""
 
     def fails(_carrier: Carrier) -> None:
         raise KvtierError(Code.IO, "the link is down")
 
-    carrier = Carrier(HostDevice, 4096)
+    carrier = Carrier(maker(kind), 4096)
     with pytest.raises(Stuck, match="link is down"):
         await asyncio.wait_for(carrier.do(lambda *_: None, fails, Urgency.LOAD), 20)
     carrier.close()

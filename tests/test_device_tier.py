@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
+from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens, write
+from gpukit import Broken, hanging
 from kvtier import wire
-from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
 from kvtier.store import Store
 from kvtier.store.shifts import Shifter
@@ -30,9 +30,15 @@ SEEDS = [pytest.param(range(5), id="5"), pytest.param(range(5, 50), id="50", mar
 
 
 @pytest.fixture(params=KINDS)
-def device(request: pytest.FixtureRequest) -> Any:
-    """What makes a device: the CPU, and the same tests on a GPU."""
-    return maker(request.param)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The CPU, and the same tests on a GPU."""
+    return request.param
+
+
+@pytest.fixture
+def device(kind: str) -> Any:
+    """What makes a device of that kind."""
+    return maker(kind)
 
 
 @asynccontextmanager
@@ -183,10 +189,10 @@ async def test_a_host_smaller_than_the_device_goes_on(tmp_path: Path, disk: bool
         assert idle(store) == []
 
 
-async def test_who_needs_the_device_waits_while_disk_writes_what_is_there(tmp_path: Path):
+async def test_who_needs_the_device_waits_while_disk_writes_what_is_there(tmp_path: Path, device: Any):
     """Its pages cannot go before disk has them: no refusal before the deadline, and room when one is written."""
     calls = FailingDisk()
-    async with over(HostDevice, 4, tmp_path, calls=calls) as store:
+    async with over(device, 4, tmp_path, calls=calls) as store:
         engine = await joined(store)
         calls.gate.clear()
         assert await engine.put(tokens(*range(4))) == 4
@@ -283,26 +289,10 @@ async def test_engines_that_map_the_device_at_once_all_prove_it(device: Any):
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
-class Failing(HostDevice):
-    """A device whose link can go down."""
-
-    down = False
-
-    def copies(self, *args: Any) -> None:
-        if self.down:
-            raise KvtierError(Code.IO, "the link is down")
-        super().copies(*args)
-
-    def launch(self, *args: Any) -> None:
-        if self.down:
-            raise KvtierError(Code.IO, "the link is down")
-        super().launch(*args)
-
-
 @pytest.mark.parametrize("how", ["stuck", "failing"])
-async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str):
+async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str, kind: str):
     """No answer by the deadline, or an error: sick by name, its copies forgotten, no slot there used again."""
-    device: Any = LazyDevice(0) if how == "stuck" else Failing()
+    device: Any = hanging(kind, 0) if how == "stuck" else Broken(maker(kind)())
     async with over(lambda: device, 16) as store:
         engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
         kept, lost = tokens(*range(4)), tokens(*range(50, 54))
@@ -331,11 +321,12 @@ async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str):
             each.leave()
         await quiet(store)
         assert store.parts.check() == []
+    device.stuck = device.down = False
 
 
-async def test_slots_that_a_stuck_device_may_still_write_are_nobodys():
+async def test_slots_that_a_stuck_device_may_still_write_are_nobodys(kind: str):
     """A copy to host that is not done by its deadline: the slots stay quarantined, whatever comes later."""
-    device = LazyDevice(3)
+    device = hanging(kind, 3)
     async with over(lambda: device, 8) as store:
         engine = await joined(store)
         keys = tokens(*range(4))
@@ -357,6 +348,7 @@ async def test_slots_that_a_stuck_device_may_still_write_are_nobodys():
             assert await engine.put(tokens(*range(10 * n + 200, 10 * n + 210))) == 10
         assert pool.counts()[0][7] == 4
         assert store.parts.check() == []
+    device.stuck = False
 
 
 def fails(store: Store) -> None:
@@ -364,9 +356,9 @@ def fails(store: Store) -> None:
     store.parts.vram.carrier.sick = "it fell off the bus"
 
 
-async def test_no_slot_of_a_device_that_fails_meanwhile_is_given_out(monkeypatch: pytest.MonkeyPatch):
+async def test_no_slot_of_a_device_that_fails_meanwhile_is_given_out(monkeypatch: pytest.MonkeyPatch, device: Any):
     """It fails as room is made there: who asked is refused, and the slab that was being emptied stays closed."""
-    async with over(HostDevice, 4) as store:
+    async with over(device, 4) as store:
         engine = await joined(store)
         engine.patient = False
         assert await engine.put(tokens(*range(4))) == 4
@@ -393,9 +385,9 @@ async def test_no_slot_of_a_device_that_fails_meanwhile_is_given_out(monkeypatch
         assert idle(store) == []
 
 
-async def test_what_is_on_a_failed_device_is_stored_again_and_hides_nothing(tmp_path: Path):
+async def test_what_is_on_a_failed_device_is_stored_again_and_hides_nothing(tmp_path: Path, device: Any):
     """It fails under a reservation: a commit there serves nothing, and what disk has too is read from disk at once."""
-    async with over(HostDevice, 16, tmp_path) as store:
+    async with over(device, 16, tmp_path) as store:
         engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
         kept, lost = tokens(*range(4)), tokens(*range(50, 54))
         assert await engine.put(kept) == 4
@@ -422,10 +414,12 @@ async def test_what_is_on_a_failed_device_is_stored_again_and_hides_nothing(tmp_
 
 
 @pytest.mark.parametrize("other", [WINDOW, STATE])
-async def test_a_failed_device_costs_no_page_whose_needed_items_are_elsewhere(tmp_path: Path, other: GroupSpec):
+async def test_a_failed_device_costs_no_page_whose_needed_items_are_elsewhere(
+    tmp_path: Path, other: GroupSpec, device: Any
+):
     """It alone had a window's or a state's item: what disk has of the path goes on being served, as far as it can."""
     wants = (wire.Want(1, np.array([1, 5], "<i4").tobytes()),) if other is STATE else ()
-    async with over(HostDevice, 64, tmp_path) as store:
+    async with over(device, 64, tmp_path) as store:
         engine = Engine(store)
         await engine.open(spec((FULL, other)))
         keys = tokens(*range(6))
@@ -470,9 +464,9 @@ async def test_a_rotten_copy_on_the_device_hides_no_good_one_on_disk(tmp_path: P
         assert idle(store) == []
 
 
-async def test_a_load_that_fails_on_the_device_leaves_no_slot_behind(tmp_path: Path):
+async def test_a_load_that_fails_on_the_device_leaves_no_slot_behind(tmp_path: Path, kind: str):
     """Some pages come from the device, which fails, and some from disk: no host slot stays taken for either."""
-    device = Failing()
+    device = Broken(maker(kind)())
     async with over(lambda: device, 8, tmp_path) as store:
         engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
         keys = tokens(*range(8))
@@ -503,17 +497,25 @@ def told(keys: bytes) -> Any:
     return sums
 
 
-async def test_a_device_without_room_is_no_tier_and_says_why():
+async def test_a_device_without_room_is_no_tier_and_says_why(kind: str, device: Any):
     """Out of memory, or a driver that fails in its own words: absent by name, everything in host."""
 
-    class Full(HostDevice):
-        def share(self, size: int) -> Any:
-            raise KvtierError(Code.NO_SPACE, f"taking {size} bytes of GPU memory: out of memory")
+    def full() -> Any:
+        made = device()
+        if kind == "cpu":
+            made.share = lambda size: made.take(1 << 60)
+            made.take = refused
+        else:
+            share, made.share = made.share, lambda _: share(1 << 50)  # more than any GPU has
+        return made
+
+    def refused(size: int) -> Any:
+        raise KvtierError(Code.NO_SPACE, f"taking {size} bytes of GPU memory: out of memory")
 
     def broken() -> Any:
         raise RuntimeError("the driver is of another age")
 
-    for make, why in ((Full, "out of memory"), (broken, "another age")):
+    for make, why in ((full, "out of memory"), (broken, "another age")):
         async with over(make, 8) as store:
             assert store.parts.vram.state == "absent"
             assert why in store.report.stat(wire.Stat()).data["tiers"]["device"]["sick"]
@@ -572,9 +574,11 @@ async def test_a_flush_brings_what_only_the_device_has_to_disk(tmp_path: Path, d
         assert await engine.get(keys) == 6
 
 
-async def test_a_flush_is_not_refused_for_what_is_stored_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_flush_is_not_refused_for_what_is_stored_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any
+):
     """It answers for what was there when it began: pages committed on the device as it waits do not fail it."""
-    async with over(HostDevice, 16, tmp_path) as store:
+    async with over(device, 16, tmp_path) as store:
         engine = await joined(store)
         engine.patient = False
         assert await engine.put(tokens(*range(4))) == 4
@@ -612,15 +616,19 @@ async def test_host_pages_after_device_pages_become_durable_by_themselves(tmp_pa
         engine.leave()
 
 
-async def test_the_device_sums_what_it_can_and_fetches_the_rest():
+async def test_the_device_sums_what_it_can_and_fetches_the_rest(kind: str, device: Any):
     """Items of any size and of several slots have the host's checksums."""
     from kvtier.mover import Urgency, digest
     from kvtier.tiers.pool import Span
 
-    memory = DeviceMemory(HostDevice, MIB)
+    memory = DeviceMemory(device, MIB)
     try:
-        base, data = memory.carrier.shared.memory.address, memory.carrier.shared.memory.data
-        data[:] = np.random.default_rng(0).integers(0, 256, len(data), np.uint8)
+        base = memory.carrier.shared.memory.address
+        data = np.random.default_rng(0).integers(0, 256, MIB, np.uint8)
+        if kind == "cpu":
+            memory.carrier.shared.memory.data[:MIB] = data
+        else:
+            write(base, data)
         for size in (8, 100, 248, 4000, 5001):
             got = await memory.carrier.checksums([[Span(base + n * 8192, size)] for n in range(3)], Urgency.ENGINE)
             assert got == [digest([data[n * 8192 : n * 8192 + size]]) for n in range(3)]

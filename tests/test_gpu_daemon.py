@@ -1,6 +1,6 @@
-"""The daemon's GPU memory, mapped by another real process. Run with -m gpu where there is a GPU.
+"""The daemon's device memory, mapped by another real process whose kernels compute and read there: CPU, and GPU.
 
-The twin of test_device_engines: the same ways, with handles in place of descriptors.
+With test_device_engines, which looks at the CPU's memory as an array: the same ways, with handles for descriptors.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from kvtier.device.shuttle import Shuttle
 from kvtier.identity import CacheSpec
-from storekit import gpu
+from storekit import KINDS, maker, until_sync
 
-pytestmark = pytest.mark.gpu
 PAGES, TOKENS = 6, 16
 SHAPE = Shape("LBNHC", 4, 20, 4, 8, (16, 16), 2)
 
 
-@pytest.fixture(scope="module")
-def device() -> Any:
-    """The GPU, or a skip that says why there is none."""
-    return gpu()
+@pytest.fixture(scope="module", params=KINDS)
+def device(request: pytest.FixtureRequest) -> Any:
+    """The CPU in a GPU's place, and a GPU."""
+    return maker(request.param)()
 
 
 @pytest.fixture
 def daemon(tmp_path: Path, device: Any) -> Iterator[Daemon]:
-    """A kvtierd with a device tier on the GPU."""
-    assert device
-    with Daemon(tmp_path, host="64MiB", disk="64MiB", flags=["--device-which=cuda:0", "--device-bytes=64MiB"]) as one:
+    """A kvtierd with a device tier there."""
+    which = "cuda:0" if device.facts.compute else "cpu"
+    flags = [f"--device-which={which}", "--device-bytes=64MiB"]
+    with Daemon(tmp_path, host="64MiB", disk="64MiB", flags=flags) as one:
         yield one
         assert one.broken_invariants() == []
         assert one.stop() == 0, one.log.read_text()[-2000:]
@@ -67,13 +67,20 @@ class Engine:
         return self.kv.logical()[:, self.ids].copy()
 
 
+@pytest.fixture
+def engine(daemon: Daemon, device: Any) -> Iterator[Engine]:
+    """One engine of that daemon."""
+    one = Engine(daemon, device)
+    yield one
+    one.client.close()
+
+
 def keys() -> bytes:
     return np.arange(PAGES * TOKENS, dtype="<i4").tobytes()
 
 
-def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daemon, device: Any):
+def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daemon, device: Any, engine: Engine):
     """Map by handle, gather on the engine's stream into slots, commit after it, scatter from leased slots."""
-    engine = Engine(daemon, device)
     assert engine.client.map_device(), engine.client.device.reason
     before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
     held = engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=True)
@@ -87,3 +94,55 @@ def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daem
     with Client(daemon.socket, instance="cpu", verify="always", timeout_s=20.0) as other:
         read = other.open(engine.cache.spec).match(keys()).acquire(wait_ms=5000)
         assert all(read.view(0, page) is not None for page in range(PAGES))
+
+
+def test_an_engine_decodes_in_the_daemons_memory(daemon: Daemon, device: Any, engine: Engine):
+    """A prompt of two pages and four that come token by token: each is named and committed when it is full.
+
+    All of them are read where they were computed until the request ends, and are a hit of others from then on.
+    """
+    assert engine.client.map_device(), engine.client.device.reason
+    before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
+    per, stride = engine.plan.per, engine.cache.spec.stride
+    path = engine.cache.match(keys()[: 2 * stride])
+    with path.reserve(0, PAGES, wait_ms=5000, device=True, running=True) as held:
+        assert (held.pages, held.named) == (PAGES, 2)
+        for page in range(PAGES):
+            if page >= held.named:
+                held.name(keys()[page * stride : (page + 1) * stride])
+            slot = np.array([held.address(0, page)], np.uint64)
+            stored = shuttle.store(engine.ids[page * per : (page + 1) * per], slot, holder=held)
+            assert held.commit(page, 1, after=stored.done) == page + 1
+        engine.fill(np.zeros(len(engine.kv.bytes), np.uint8))
+        slots = np.array([held.address(0, page) for page in range(PAGES)], np.uint64)
+        shuttle.load(engine.ids, slots, holder=held)
+    assert np.array_equal(engine.blocks(), before)
+    assert held.address(0, 0) is None
+    with Client(daemon.socket, instance="cpu", verify="always", timeout_s=20.0) as other:
+        read = other.open(engine.cache.spec).match(keys()).acquire(wait_ms=5000)
+        assert all(read.view(0, page) is not None for page in range(PAGES))
+
+
+def test_hot_pages_come_up_and_are_read_there(daemon: Daemon, device: Any, engine: Engine):
+    """What host has is brought to the device once an engine that maps it reads it, and its kernels find it there."""
+    before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
+    staged = Shuttle(device, engine.plan)
+    pinned = device.pin(PAGES * engine.plan.group.item_bytes)
+    slots = np.uint64(pinned.address) + np.arange(PAGES, dtype=np.uint64) * np.uint64(engine.plan.group.item_bytes)
+    staged.store(engine.ids, slots).wait()
+    with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000) as held:
+        assert held.write_pages(0, 0, pinned.data.reshape(PAGES, -1))
+        assert held.commit() == PAGES
+    assert engine.client.map_device(), engine.client.device.reason
+    engine.fill(np.zeros(len(engine.kv.bytes), np.uint8))
+
+    def up() -> bool:
+        with engine.cache.match(keys()).acquire(wait_ms=5000) as lease:
+            there = all(lease.on_device(0, page) for page in range(PAGES))
+            if there:
+                at = np.array([lease.address(0, page) for page in range(PAGES)], np.uint64)
+                shuttle.load(engine.ids, at, holder=lease)
+            return there
+
+    until_sync(up)
+    assert np.array_equal(engine.blocks(), before)

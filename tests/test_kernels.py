@@ -41,6 +41,8 @@ LAYOUTS = {
     "width-2": (Shape("LHBNC", 2, 5, 3, 4, (5, 3), 2), 12),
     "width-1": (Shape("LBNHC", 2, 5, 3, 5, (5, 3), 1), 15),
 }
+SECTORS = {"width-8": 1.4, "width-4": 2.1, "width-2": 2.8, "width-1": 5.0}
+"""Sectors asked for, as multiples of the bytes moved, of rows of 3 to 72 bytes; of all others 1.05."""
 QUANTIZED = {
     "nhd": (Shape("LBNHC", 2, 7, 2, 16, (128, 128), 2), 32),
     "hnd-64": (Shape("LBHNC", 1, 7, 2, 16, (64, 64), 2), 48),
@@ -227,6 +229,47 @@ def test_e4m3_in_software_is_the_same():
     odd_values("fp8", "bf16", cudakit.compilers()[0], 80)
 
 
+WIDTHS = ["hnd", "width-8", "width-4", "width-2", "width-1"]
+"""Layouts that between them take each width of a vector."""
+UNUSED = {"Fp8": {"run_pack_channel", "run_unpack_channel"}}
+"""Kernels that no codec takes: the template's, compiled with the others."""
+
+
+def cases_of(what: cudakit.Source) -> list[Scene]:
+    """Scenes that between them take each kernel of a source with KV."""
+    if what.file == "pages.cu":
+        return [scene(*LAYOUTS[name]) for name in WIDTHS]
+    element, kind = (define.split("=")[1].lower() for define in what.defines)
+    channel = [f"{kind}-kivi"] if kind != "fp8" else []
+    shapes = [("nhd", kind), ("long", kind), *(("nhd", name) for name in channel)]
+    return [scene(*QUANTIZED[shape], name, element) for shape, name in shapes]
+
+
+@pytest.mark.skipif(not cudakit.compilers(), reason="neither NVRTC's wheel nor nvcc is here")
+@pytest.mark.parametrize("arch", cudakit.ARCHES)
+@pytest.mark.parametrize("what", COMPILED)
+def test_every_kernel_is_right_in_each_generation(what: cudakit.Source, arch: int):
+    """What is emitted for sm_80, 90, 100 and 120 is run kernel by kernel: none is left out, all do what numpy does."""
+    compiler, ran = cudakit.compilers()[0], set()
+    for at in cases_of(what) if what.file != "sums.cu" else []:
+        for to_slots in (True, False):
+            ops = moves(at.plan, at.addresses, at.ids, (0, at.plan.layers), to_slots=to_slots)
+            ran |= {launch(op, 2).name for op in ops}
+            do(at, compiler, arch, to_slots=to_slots)
+            mine = [slot.copy() for slot in at.slots] if to_slots else [at.engine.bytes.copy()]
+            if not to_slots:
+                at.engine.bytes[:] = 7
+            do_on_host(at, to_slots=to_slots)
+            theirs = at.slots if to_slots else [at.engine.bytes]
+            assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+            at.engine.bytes[:] = 7
+    if what.file == "sums.cu":
+        check_sums(1032, compiler, arch)
+        ran.add("sum_slots")
+    unused = UNUSED.get(what.defines[1].split("=")[1], set()) if what.defines else set()
+    assert ran == set(cudakit.kernels(compiler, what, arch)) - unused
+
+
 def odd_values(name: str, element: str, compiler: str, arch: int) -> None:
     """Both ways with the numbers that go wrong first."""
     at = scene(Shape("LBNHC", 1, 2, 1, 32, (64, 64), 2), 32, name, element)
@@ -253,6 +296,11 @@ def odd_values(name: str, element: str, compiler: str, arch: int) -> None:
 @pytest.mark.parametrize("size", [248, 1016, 1024, 1032, 2048, 32 * 1024, 33 * 1024 + 8, 72_968])
 def test_sums_are_the_hosts_xxh3(size: int, compiler: str, arch: int):
     """A slot's sum on the device is the xxh3-64 that the host takes, for every kind of tail."""
+    check_sums(size, compiler, arch)
+
+
+def check_sums(size: int, compiler: str, arch: int) -> None:
+    """Three slots of random bytes."""
     memory, random = ptx.Memory(1 << 19), np.random.default_rng(size)
     taken = [memory.take(size) for _ in range(3)]
     for _, view in taken:
@@ -263,13 +311,16 @@ def test_sums_are_the_hosts_xxh3(size: int, compiler: str, arch: int):
 
 
 @on_all
-@pytest.mark.parametrize("name", ["hnd", "nhd", "nhd-planes", "block-outermost-nhd", "mla", "k-wider-than-v"])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_moves_ask_for_hardly_more_sectors_than_there_are(name: str, compiler: str, arch: int):
-    """Gather and scatter touch at most 1.05 times the 32-byte sectors of their pages, their tables included."""
+    """Gather and scatter touch at most 1.05 times the 32-byte sectors of their pages, their tables included.
+
+    Rows that are no multiples of 16 bytes begin amid sectors, and K and V share some: those have bounds of their own.
+    """
     at = scene(*LAYOUTS[name])
-    ideal = 2 * len(at.slots) * len(at.slots[0]) / 32
-    assert do(at, compiler, arch, to_slots=True) <= 1.05 * ideal
-    assert do(at, compiler, arch, to_slots=False) <= 1.05 * ideal
+    ideal, most = 2 * len(at.slots) * len(at.slots[0]) / 32, SECTORS.get(name, 1.05)
+    assert do(at, compiler, arch, to_slots=True) <= most * ideal
+    assert do(at, compiler, arch, to_slots=False) <= most * ideal
 
 
 @on_all

@@ -195,9 +195,10 @@ class AsyncPath(KeyPath):
         wait_ms: int = 50,
         *,
         device: bool = False,
+        running: bool = False,
     ) -> AsyncReservation:
         """Slots for pages [start, start + pages); see sync.Path.reserve."""
-        steps = self._reserving(start, pages, wants, wait_ms, device)
+        steps = self._reserving(start, pages, wants, wait_ms, device, running)
         return AsyncReservation(self.cache, start, await self.cache.client.attempt(steps, None, wait_ms / 1000))
 
     async def prefetch(self) -> None:
@@ -280,10 +281,7 @@ class AsyncReservation(HeldReservation):
         after: Reached | None = None,
         timeout_s: float = FENCE_S,
     ) -> int:
-        """Say that pages (default: from `first` to the end) are written; how many of them all are served now.
-
-        `after`: see sync.Reservation.commit.
-        """
+        """Say that pages are written; how many of them all are served now. See sync.Reservation.commit."""
         await fenced(self, after, timeout_s)
         return await self._client.attempt(self._committing(first, pages), 0, self.summing_s(first, pages))
 

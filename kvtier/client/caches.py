@@ -224,13 +224,19 @@ class KeyPath:
         return self._joined is not None and self._joined.device >= 0
 
     def _reserving(
-        self, start: int, pages: int, wants: Sequence[tuple[int, Sequence[int]]], wait_ms: int, device: bool
+        self,
+        start: int,
+        pages: int,
+        wants: Sequence[tuple[int, Sequence[int]]],
+        wait_ms: int,
+        device: bool,
+        running: bool = False,
     ) -> Steps[Given[wire.Reserved]]:
         """Slots for pages of the path; in device memory only where that is mapped."""
         lists = tuple(wire.Want(group, np.asarray(numbers, "<i4").tobytes()) for group, numbers in wants)
         return (
             yield from self._asking(
-                lambda handle: wire.Reserve(handle, start, pages, lists, wait_ms, device and self._maps()),
+                lambda handle: wire.Reserve(handle, start, pages, lists, wait_ms, device and self._maps(), running),
                 wire.Reserved,
             )
         )

@@ -66,6 +66,9 @@ def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
     """Map what the daemon told of; the token found there. Raises io, bad_request."""
     try:
         token = (_map_gpu if any(told.exported.uuid) else _map_host)(joined, told, fds)
+    except KvtierError:
+        joined.arenas.forget(told.arena)  # what is mapped and cannot be read
+        raise
     finally:
         for fd in fds:
             os.close(fd)

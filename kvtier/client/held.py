@@ -18,6 +18,7 @@ from kvtier.client.caches import OpenCache
 from kvtier.client.copying import copy_rows
 from kvtier.client.layout import Bytes, Data, Item, Parts, checksum, rows
 from kvtier.client.link import Call, Joined, Steps
+from kvtier.client.naming import Names
 from kvtier.client.slots import Checks, Slots, Span
 from kvtier.identity import Slice
 from kvtier.types import Code, KvtierError, bad
@@ -209,6 +210,9 @@ class HeldReservation(Slots):
         """Whether this process writes its shard; else another does, and what is written here is skipped."""
         self.waiting = 0
         """Complete pages that wait for a parent, as of the last commit."""
+        self.running = reply.named >= 0
+        """Whether its pages may have no keys yet, and its slots are read, too, until `abort`."""
+        self._names = Names(reply.named if self.running else start + self.pages, cache.spec.stride)
         self._committed = bytearray(self.pages)
         self._unanswered = 0
         """Commits that the daemon has not said yes to: what they are about may still have to be given back."""
@@ -221,7 +225,8 @@ class HeldReservation(Slots):
 
     def share(self) -> bytes:
         """For another process of this instance to `adopt`: it writes and commits its own shard."""
-        reply = wire.Reserved(self.number, self.pages, self._items, self.refused, self.writes)
+        named = self.named if self.running else -1
+        reply = wire.Reserved(self.number, self.pages, self._items, self.refused, self.writes, named)
         return msgspec.msgpack.encode(Share(self._cache_id, self.start, self.run, None, reply, self.cache.slices))
 
     def view(self, group: int, page: int) -> Bytes | None:
@@ -233,11 +238,27 @@ class HeldReservation(Slots):
         return None if item is None else item[0].pieces[0]
 
     def address(self, group: int, page: int) -> int | None:
-        """Where the slot to write is, as copies and kernels take it; None as for `view`."""
-        if not self._writable(page):
+        """Where the slot to write is, as copies and kernels take it; None as for `view`.
+
+        In a running reservation also of what is committed, which is read there.
+        """
+        if self._writable(page):
+            self._note(group, page, [0])
+        elif not self.running:
             return None
-        self._note(group, page, [0])
         return super().address(group, page)
+
+    @property
+    def named(self) -> int:
+        """Pages of the path, from the root, whose keys are known here."""
+        return self._names.named
+
+    def name(self, keys: bytes) -> None:
+        """Of a running reservation: the tokens of the path's next pages, from `named` on, are known.
+
+        The daemon is told with the next commit. Raises bad_request.
+        """
+        self._names.add(keys, self.start + self.pages if self.running else 0)
 
     def wants(self, group: int, page: int) -> bool:
         """Whether this process is to write the item: it is not stored, nobody else writes it, nothing is lost."""
@@ -321,21 +342,21 @@ class HeldReservation(Slots):
         at = first - self.start
         parts = ((group, sums[at : at + pages]) for group, sums in self._sums.items())
         known = tuple(wire.Sums(group, part.tobytes()) for group, part in parts if part.any())
-        return wire.Commit(self.number, first, pages, known)
+        return wire.Commit(self.number, first, pages, known, *self._names.unsaid())
 
     def commit_now(self, first: int, pages: int) -> wire.Commit:
         """The request that commits pages, which are not written any more from now on."""
         at = first - self.start
         self._unanswered += 1
         self._committed[at : at + pages] = b"\1" * len(self._committed[at : at + pages])
-        if all(self._committed):
+        if all(self._committed) and not self.running:
             self._untouched()
         return self.committing(first, pages)
 
     def _range(self, first: int | None, pages: int | None) -> tuple[int, int]:
         """The pages that a commit is about: by default from `first` to the end, or all."""
         first = self.start if first is None else first
-        return first, self.start + self.pages - first if pages is None else pages
+        return first, max(0, min(self.start + self.pages, self.named) - first) if pages is None else pages
 
     def summing_s(self, first: int | None, pages: int | None) -> float:
         """How long the daemon may take to sum what a commit says no checksum of, beyond what any answer takes."""
@@ -350,19 +371,21 @@ class HeldReservation(Slots):
     def _committing(self, first: int | None, pages: int | None) -> Steps[int]:
         """Say that pages are written; how many pages of the reservation are served now."""
         first, pages = self._range(first, pages)
-        if pages == self.pages:
+        if pages == self.pages and not self.running:
             self._untouched()
         if not self._holds() or not pages:
             return 0
         assert self._joined is not None
         at = first - self.start
         before = self._committed[at : at + pages]
+        message = self.commit_now(first, pages)
         try:
-            reply = yield Call(self._joined, self.commit_now(first, pages), wire.Committed)
+            reply = yield Call(self._joined, message, wire.Committed)
         except KvtierError as exc:
             if exc.code in {Code.BAD_REQUEST, Code.BUSY}:  # they are as they were
                 self._committed[at : at + len(before)] = before
             raise
+        self._names.said(message)
         return self.committed(cast("wire.Committed", reply))
 
     def committed(self, reply: wire.Committed) -> int:
@@ -373,7 +396,7 @@ class HeldReservation(Slots):
 
     def _aborting(self) -> Steps[None]:
         """Give back what is not committed; its slots must not be touched any more."""
-        open_pages = self.number and (self._unanswered or not all(self._committed))
+        open_pages = self.number and (self.running or self._unanswered or not all(self._committed))
         yield from self._giving_back(wire.Abort(self.number) if open_pages else None)
 
     def _open_item(self, group: int, page: int) -> tuple[Item, int] | None:

@@ -234,13 +234,17 @@ class Path(KeyPath):
         wait_ms: int = 50,
         *,
         device: bool = False,
+        running: bool = False,
     ) -> Reservation:
         """Slots for pages [start, start + pages); `wants` lists (group, pages) of window and state groups.
 
         `device`: in the device's memory, where `map_device` mapped it.
+
+        `running`: for an engine that computes in the slots and goes on reading there. Pages may go beyond the path:
+        `name` says what they hold once that is known. All slots stay held, those of served pages too, until `abort`.
         """
-        got = self.cache.client.attempt(self._reserving(start, pages, wants, wait_ms, device), None, wait_ms / 1000)
-        return Reservation(self.cache, start, got)
+        steps = self._reserving(start, pages, wants, wait_ms, device, running)
+        return Reservation(self.cache, start, self.cache.client.attempt(steps, None, wait_ms / 1000))
 
     def put(self, first: int, data: Sequence[Bytes], wait_ms: int = 50) -> int:
         """Store pages from `first` on: how many of them, from the first, are served now.
@@ -325,7 +329,9 @@ class Reservation(HeldReservation):
         after: Reached | None = None,
         timeout_s: float = FENCE_S,
     ) -> int:
-        """Say that pages (default: from `first` to the end) are written; how many of them all are served now.
+        """Say that pages (default: from `first` to the end, or to the last that is named) are written.
+
+        How many of them all are served now.
 
         `after`: an event of a stream that writes them, which is waited for first. Raises io where it is not reached.
         """
@@ -333,7 +339,10 @@ class Reservation(HeldReservation):
         return self._client.attempt(self._committing(first, pages), 0, self.summing_s(first, pages))
 
     def abort(self, after: Reached | None = None, timeout_s: float = FENCE_S) -> None:
-        """Give back what is not committed; its slots must not be touched any more. `after` as for `commit`."""
+        """Give back what is not committed; its slots must not be touched any more. `after` as for `commit`.
+
+        Of a running reservation all: what is committed is read through a lease from then on.
+        """
         self.fence(after, timeout_s)
         self._client.attempt(self._aborting(), None)
 

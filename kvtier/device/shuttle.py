@@ -172,6 +172,7 @@ class Shuttle:
                 taken.callback(each[-1].memory.free)
             taken.pop_all()
         self._rows = list(range(MOST_TRANSFERS))
+        self._flying: list[Transfer] = []
 
     def store(self, ids: Words, slots: Words, after: Event | None = None, holder: Holder | None = None) -> Transfer:
         """The engine's blocks `ids` into slots at these addresses, after `after`. Raises bad_request, busy, io.
@@ -262,6 +263,7 @@ class Shuttle:
         """A transfer ended: what its slots sum up to."""
         sums = self._sums.data.view(np.uint64)[row * MOST_PAGES : row * MOST_PAGES + count].copy()
         self._rows.append(row)
+        self._flying = [transfer for transfer in self._flying if transfer.row >= 0]
         return sums if self._summed else None
 
     def _checked(self, ids: Words, slots: Words, *, to_slots: bool) -> tuple[Words, Words]:
@@ -281,9 +283,13 @@ class Shuttle:
         """
         if self.sick:
             raise KvtierError(Code.IO, self.sick)
+        if not self._rows:  # of some, only an event was waited for
+            for flying in tuple(self._flying):
+                flying.settled()
         if not self._rows:
             raise KvtierError(Code.BUSY, f"{MOST_TRANSFERS} transfers are in flight")
         transfer = Transfer(self, self._rows.pop(), count)
+        self._flying.append(transfer)
         try:
             if holder is not None:
                 holder.busy_until(transfer)

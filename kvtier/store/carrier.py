@@ -102,6 +102,7 @@ class Carrier:
         self.node: int | None = None
         """The NUMA node of host memory that is nearest."""
         self.shared: Shared | None = None
+        self.told = False  # whether others may map `shared`: freeing it is undefined then, but by the process's end
         self.on_sick: Callable[[], None] | None = None
         """Called once when the device failed, by the thread or on the loop."""
         self.way: Choose | Way = Way.STAGED
@@ -303,7 +304,7 @@ class Carrier:
         while not self.sick and self._turn():
             pass
         self._fall()
-        if not self.sick and self.shared is not None:
+        if not self.sick and self.shared is not None and not self.told:
             with contextlib.suppress(KvtierError):
                 self.scratch.free()
                 self.shared.memory.free()

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 
 import numpy as np
 
+from kvtier.index.node import on_path
 from kvtier.mover import BATCH_BYTES, INLINE_BYTES, Urgency, digest, drained
 from kvtier.store.cache import Cache
 from kvtier.store.durable import told_durable, watch_keys
@@ -41,13 +42,23 @@ class Commits:
         first = msg.first - res.start
         if first < 0 or msg.pages < 1 or first + msg.pages > res.pages:
             raise bad("first", f"pages within {res.start}..{res.start + res.pages - 1}", (msg.first, msg.pages))
+        _check_names(res, msg)
         if res.filling and any(res.filling[at] for at in range(first, first + msg.pages)):
             raise KvtierError(Code.BUSY, "a Store still writes into these pages: commit them after its reply", "first")
         given = _given(process, res, msg)
+        if msg.keys:
+            self._name(res, msg)
         positions = res.mark(process, first, msg.pages)
         for group, sums in given:
             res.know(positions, group, first, sums)
         return self.complete(res, positions)
+
+    def _name(self, res: Reservation, msg: Commit) -> None:
+        """Pages that had no keys have some; a node for each of thousands would make each lease of the path slow."""
+        res.name(msg.named, msg.keys, self.parts.now(), self.parts.unlease)
+        index, node = res.cache.radix, res.nodes[0]
+        if not self.parts.loading and not res.cache.gone(node) and index.crowded(node):
+            index.join(node)
 
     def complete(self, res: Reservation, positions: Sequence[int]) -> Committed | Awaitable[Committed]:
         """Take the checksums of complete positions that are not known, and serve what can be served."""
@@ -168,6 +179,8 @@ class Commits:
             return False
         if res.waiting and not res.cache.spec.keyed and not self._fed(res):
             res.abandon(complete=True)
+        if res.kept:
+            return False
         return res.settled or ((res.dead or res.stuck) and not res.writable)
 
     def _end(self, res: Reservation) -> None:
@@ -193,7 +206,7 @@ class Commits:
             r.start <= page - 1 < r.start + r.pages
             and r is not res
             and not r.stuck
-            and locate(r.nodes[0], page - 1)[0] is node
+            and (locate(r.nodes[0], page - 1)[0] is node or (r.named < page and on_path(node, r.nodes[0])))
             for r in res.cache.reservations
         )
 
@@ -239,6 +252,16 @@ async def _result(work: asyncio.Future[Committed]) -> Committed:
         return await asyncio.shield(work)
     finally:
         await drained(work)
+
+
+def _check_names(res: Reservation, msg: Commit) -> None:
+    """Raise bad_request for keys that a reservation does not wait for, and for pages that have none."""
+    stride, end = res.cache.index.stride, res.start + res.pages
+    count, rest = divmod(len(msg.keys), stride)
+    if rest or (count and not (res.running and 0 <= msg.named <= res.named and msg.named + count <= end)):
+        raise bad("keys", f"page keys of a running reservation, from page {res.named} to {end}", (msg.named, count))
+    if msg.first + msg.pages > max(res.named, msg.named + count):
+        raise bad("first", f"pages whose keys are known: those before {res.named}", (msg.first, msg.pages))
 
 
 def _given(process: Process, res: Reservation, msg: Commit) -> list[tuple[int, array[int]]]:

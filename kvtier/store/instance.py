@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_PATHS = 4096
 MAX_PATH_BYTES = 256 << 20
+MAX_KEYS = MAX_PATH_BYTES // 4
+"""Bytes of the keys of one path."""
 MAX_FINISHED = 4096
 WHOLE = 1 << 63
 """The bit of processes that hold whole items (or, like a scheduler beside its workers, write none)."""
@@ -173,8 +175,8 @@ class Instance:
 
     def add_path(self, number: int, path: Path, keys: bytes) -> None:
         """Remember a request with `keys` more; the longest unused ones are forgotten beyond the bounds."""
-        if len(path.keys) + len(keys) > MAX_PATH_BYTES // 4:
-            raise KvtierError(Code.OVER_CAP, f"a path has at most {MAX_PATH_BYTES // 4} bytes of keys", "keys")
+        if len(path.keys) + len(keys) > MAX_KEYS:
+            raise KvtierError(Code.OVER_CAP, f"a path has at most {MAX_KEYS} bytes of keys", "keys")
         path.keys += keys
         self.paths[number] = path
         self.path_bytes += len(keys)

@@ -26,7 +26,7 @@ from kvtier.store.parts import Parts
 from kvtier.store.reserve import OPEN, Reservation
 from kvtier.tiers.vram import on_device
 from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
-from kvtier.wire import MAX_NAME, Load, Loaded, Plane, Registered, RegisterKv, Store, Stored
+from kvtier.wire import MAX_NAME, Load, Loaded, Ok, Plane, Registered, RegisterKv, Store, Stored
 
 MOST_PLANES = 4096
 MOST_REGIONS = 16
@@ -39,11 +39,12 @@ Words = npt.NDArray[np.int64]
 class KvRegion:
     """One process's paged KV, mapped in the device's thread."""
 
-    def __init__(self, name: str, owner: Process, memory: list[Buffer], layers: list[list[Paged]]) -> None:
+    def __init__(self, name: str, owner: Process) -> None:
         self.name = name
         self.owner = owner
-        self.memory = memory
-        self.layers = layers
+        self.memory: list[Buffer] = []
+        """What is mapped; empty once it is unmapped."""
+        self.layers: list[list[Paged]] = []
         self.shuttles: dict[tuple[object, ...], Shuttle] = {}
         """By what makes pages differ (`Job.kind`): each has staging buffers of its own."""
         self.running = 0
@@ -70,12 +71,28 @@ class KvRegion:
         element = ELEMENTS.get(spec.kv_dtype, "")
         return plan(self.layers, spec.page_tokens, spec.groups[group], part, spec.codec, element)
 
+    def attach(self, device: Device, msg: RegisterKv, fds: Sequence[int]) -> None:
+        """Map all stretches; in the device's thread. Where one fails `close` unmaps the others."""
+        left, owner = iter(fds), object()
+        for what in msg.memory:
+            self.memory.append(device.attach(what, -1 if what.handle else next(left), owner))
+        self.layers = _layers(msg.planes, self.memory)
+
     def close(self, _device: Device) -> None:
-        """Wait for what is in flight and unmap; in the device's thread."""
+        """Wait for what is in flight and unmap; in the device's thread. Raises io, and then something stays mapped."""
         for shuttle in self.shuttles.values():
             shuttle.close()
-        for memory in self.memory:
-            memory.free()
+            if shuttle.sick:
+                raise KvtierError(Code.IO, f"the device may still use the engine's memory: {shuttle.sick}")
+        mapped, self.memory, failed = self.memory, list[Buffer](), list[KvtierError]()
+        for memory in mapped:
+            try:
+                memory.free()
+            except KvtierError as exc:
+                failed.append(exc)
+                self.memory.append(memory)
+        if failed:
+            raise failed[0]
 
 
 class Job(NamedTuple):
@@ -124,28 +141,44 @@ class KvRegions:
 
         if len(instance.kv) - len(same()) >= MOST_REGIONS:
             raise KvtierError(Code.OVER_CAP, f"an instance registers the KV of at most {MOST_REGIONS} processes")
-        memory = await carrier.call(lambda device: _attach(device, msg, fds))
-        region = KvRegion(msg.name, owner, memory, _layers(msg.planes, memory))
+        region = KvRegion(msg.name, owner)
         try:
-            for number, (stretch, token) in enumerate(zip(memory, msg.tokens, strict=True)):
+            await carrier.call(lambda device: region.attach(device, msg, fds))
+            for number, (stretch, token) in enumerate(zip(region.memory, msg.tokens, strict=True)):
                 await carrier.probe(stretch.address, token, f"stretch {number} of the engine's GPU memory")
         except BaseException:
-            await self._close(region)
+            if region.memory:  # also where the request was cancelled as it mapped
+                await asyncio.shield(self._dropping(region))
             raise
         for old in same():
             self.drop_one(instance, old)
         if owner.left:  # else nobody's end would unmap it
-            await self._close(region)
+            await asyncio.shield(self._dropping(region))
             raise KvtierError(Code.UNKNOWN, "the session is over", "session")
         number = next(self.parts.numbers)
         instance.kv[number] = region
         return Registered(number, mapped=True)
 
-    def drop_one(self, instance: Instance, number: int) -> None:
+    def drop_one(self, instance: Instance, number: int) -> asyncio.Task[None]:
         """Let go of one; what moves there ends first."""
-        task = asyncio.get_running_loop().create_task(self._drop(instance.kv.pop(number)))
+        return self._dropping(instance.kv.pop(number))
+
+    async def unregister(self, instance: Instance, number: int) -> Ok:
+        """Let go of one that nothing uses; its owner may free the memory when this is over. Raises busy, io."""
+        region = instance.kv[number]
+        if region.running:
+            raise KvtierError(Code.BUSY, "transfers run on it", "region")
+        await asyncio.shield(self.drop_one(instance, number))
+        if region.memory:
+            raise KvtierError(Code.IO, "the engine's memory stays mapped here: the device may still use it")
+        return Ok()
+
+    def _dropping(self, region: KvRegion) -> asyncio.Task[None]:
+        """Unmap one, whoever stops waiting for it."""
+        task = asyncio.get_running_loop().create_task(self._drop(region))
         self.parts.closing.add(task)
         task.add_done_callback(self.parts.closing.discard)
+        return task
 
     def owner_gone(self, owner: Process) -> None:
         """A session is over: what it had registered is unmapped."""
@@ -353,21 +386,6 @@ def _end(plane: Plane) -> int:
     """The byte after the last row of a plane."""
     last = (plane.blocks - 1) * plane.block_stride + (plane.heads - 1) * plane.head_stride
     return plane.offset + last + (plane.tokens - 1) * plane.token_stride + plane.row
-
-
-def _attach(device: Device, msg: RegisterKv, fds: Sequence[int]) -> list[Buffer]:
-    """Map all stretches, or none; in the device's thread."""
-    left = iter(fds)
-    owner = object()
-    found: list[Buffer] = []
-    try:
-        for what in msg.memory:
-            found.append(device.attach(what, -1 if what.handle else next(left), owner))  # noqa: PERF401 - undone where one fails
-    except BaseException:
-        for memory in found:
-            memory.free()
-        raise
-    return found
 
 
 def _layers(planes: Sequence[Plane], memory: list[Buffer]) -> list[list[Paged]]:

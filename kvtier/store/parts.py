@@ -147,7 +147,7 @@ class Parts:
         res.instance.hold(res.tier, res.cost)
         res.instance.reservations[res.number] = res
         res.cache.reservations.add(res)
-        if res.settled:
+        if res.settled and not res.kept:
             res.published = res.pages
             self.end(res)
 

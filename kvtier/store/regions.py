@@ -65,13 +65,10 @@ class Regions:
         instance.regions[number] = region
         return Registered(number, region.mapped)
 
-    def unregister(self, process: Process, msg: Unregister) -> Ok:
-        """Forget a region that no transfer uses."""
+    def unregister(self, process: Process, msg: Unregister) -> Ok | Awaitable[Ok]:
+        """Forget a region that no transfer uses; waits until one in device memory is unmapped."""
         if msg.region in process.instance.kv:
-            if process.instance.kv[msg.region].running:
-                raise KvtierError(Code.BUSY, "transfers run on it", "region")
-            self.kv.drop_one(process.instance, msg.region)
-            return Ok()
+            return self.kv.unregister(process.instance, msg.region)
         self._region(process, msg.region)
         if msg.region in self.running:
             raise KvtierError(Code.BUSY, f"{self.running[msg.region]} transfers run on it", "region")

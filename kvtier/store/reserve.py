@@ -2,6 +2,9 @@
 
 A page is complete when the instance's shards cover it, served when its checksum is taken and every page before it is
 served. Two engines may fill the same page: the first wins and the other's slots return.
+
+An engine that computes where its pages are kept reserves them running: before their tokens are known, and to go on
+reading them when they are served. Such a reservation holds its path and all of its slots until its writers let go.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ class Reservation:
         start: int,
         handles: list[array[int]],
         tier: Tier = Tier.HOST,
+        *,
+        named: int = -1,
     ) -> None:
+        """`named`: a running one's pages from the root whose keys are known; -1: it is none."""
         self.number = number
         self.cache = cache
         self.tier = tier
@@ -65,6 +71,13 @@ class Reservation:
         self.start = start
         self.handles = handles
         self.pages = len(handles[0])
+        self.running = named >= 0
+        self.named = named if self.running else start + self.pages
+        """Pages of the path, from the root, that the node ends; those after them have no keys yet."""
+        self.reading = 0
+        """Running: bytes of slots that are the index's by now, which the instance holds all the same."""
+        self.spare: list[tuple[int, int]] = []
+        """Running: (group, handle) of items that somebody served first; its engine reads them where they are."""
         self.state = bytearray(self.pages)
         self.marks = array("Q", bytes(8 * self.pages))
         self.sums = [array("Q", bytes(8 * self.pages)) for _ in handles]
@@ -94,6 +107,21 @@ class Reservation:
     def waiting(self) -> int:
         """Complete pages that are not served yet."""
         return self.state.count(COMPLETE)
+
+    @property
+    def kept(self) -> bool:
+        """Whether an engine may still read what it wrote here: some writer lives and has not let go."""
+        return self.running and any(p in self.instance.processes and p not in self.acks for p in self.writers.values())
+
+    def name(self, first: int, keys: bytes, now: float, unlease: Callable[[Cache, Node], None]) -> None:
+        """The keys of the path's pages from `first` on are known: from now on the node ends with them."""
+        cache, node = self.cache, self.nodes[0]
+        keys = keys[max(0, self.named - first) * cache.index.stride :]
+        self.named += len(keys) // cache.index.stride
+        if keys and not cache.gone(node):
+            self.nodes[0] = cache.radix.extend(keys, now, node)
+            cache.index.lease(self.nodes[0])
+            unlease(cache, node)
 
     def mark(self, process: Process, first: int, pages: int) -> Sequence[int]:
         """Note that a process filled its shard of positions [first, first + pages); returns those now complete."""
@@ -204,7 +232,10 @@ class Reservation:
             for row in (node.at[tier * index.groups + group] for tier in LOCAL):
                 if row is not None:
                     there |= np.array(row[at : at + count], np.int64) != NO_COPY
-            self.cache.free(self.tier, group, _handles(mine[there]))
+            if self.running:
+                self.spare += [(group, handle) for handle in _handles(mine[there])]
+            else:
+                self.cache.free(self.tier, group, _handles(mine[there]))
             mine[there] = NO_COPY
             if fresh := _handles(mine):
                 self.cache.settle(self.tier, group, fresh)
@@ -216,7 +247,10 @@ class Reservation:
         """Positions whose slots are no longer this reservation's."""
         freed = self._cost(lo, hi)
         self.cost -= freed
-        self.instance.hold(self.tier, -freed)
+        if self.running:
+            self.reading += freed
+        else:
+            self.instance.hold(self.tier, -freed)
         for group in range(len(self.handles)):
             self.handles[group][lo:hi] = array("q", [NO_COPY]) * (hi - lo)
         self.state[lo:hi] = bytes([SETTLED]) * (hi - lo)
@@ -332,6 +366,10 @@ class Reservation:
         for group, held in enumerate(self.handles):
             self.cache.free(self.tier, group, _handles(np.array(held, np.int64)))
         self._settled(0, self.pages)
+        for group, handle in self.spare:
+            self.cache.free(self.tier, group, [handle])
+        self.instance.hold(self.tier, -self.cost - self.reading)
+        self.cost = self.reading = 0
         self.over = True
         for node in self.nodes:
             unlease(self.cache, node)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvtier.index.node import LOCAL
 from kvtier.store.cache import Cache
-from kvtier.store.instance import Path, Process
+from kvtier.store.instance import MAX_KEYS, Path, Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import SETTLED, Reservation
 from kvtier.store.space import Space
@@ -19,6 +19,8 @@ from kvtier.types import NO_COPY, Code, Kind, Tier, bad
 from kvtier.wire import Items, Reserve, Reserved, Want
 
 Mask = NDArray[np.bool_]
+MOST_RUNNING = 1 << 16
+"""Pages without keys of one request: a number is asked for at no cost, and each is looked at."""
 
 
 class Ask(NamedTuple):
@@ -42,7 +44,10 @@ class Reserving:
         """Slots for pages of a path; waits only when room must be made."""
         path = process.instance.path(msg.handle)
         cache = path.cache
-        total = len(path.keys) // cache.index.stride
+        stride = cache.index.stride
+        total = MAX_KEYS // stride if msg.running else len(path.keys) // stride
+        if msg.running and msg.pages > MOST_RUNNING:
+            raise bad("pages", f"at most {MOST_RUNNING} running pages", msg.pages)
         if msg.pages < 1 or msg.start < 0 or msg.start + msg.pages > total:
             raise bad("pages", f"a range within the {total} pages of the handle", (msg.start, msg.pages))
         wanted = _wanted(cache, msg)
@@ -118,7 +123,8 @@ class Reserving:
         """Make the reservation of as many leading pages as the slots cover; `lack`: which items are absent now."""
         process, path, msg, _, space = ask
         cache, index = path.cache, path.cache.radix
-        if index.known(path.keys[: msg.start * index.stride]) < msg.start:
+        known = len(path.keys) // index.stride
+        if index.known(path.keys[: msg.start * index.stride]) < min(msg.start, known):
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
         granted = self._fits(ask, lack)
@@ -138,13 +144,14 @@ class Reserving:
             return Reserved(0, 0, refused=refused or Code.NO_SPACE)
         node = index.extend(path.keys[: (msg.start + granted) * index.stride], self.parts.now())
         index.lease(node)
-        res = Reservation(next(self.parts.numbers), cache, process, [node], msg.start, handles, space.tier)
+        named = min(known, msg.start + granted) if msg.running else -1
+        res = Reservation(next(self.parts.numbers), cache, process, [node], msg.start, handles, space.tier, named=named)
         items = tuple(Items(g, msg.start, granted, cache.offsets(g, row)) for g, row in enumerate(handles))
         there = ~np.logical_or.reduce([mask[:granted] for mask in lack])
         res.state[:] = (there * np.uint8(SETTLED)).tobytes()
         self.parts.admit(res)
         space.ahead(cache.pools[space.tier])
-        return Reserved(res.number, granted, items, refused, res.writes)
+        return Reserved(res.number, granted, items, refused, res.writes, named)
 
 
 def _wanted(cache: Cache, msg: Reserve) -> list[Mask]:

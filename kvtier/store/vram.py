@@ -100,6 +100,7 @@ class Vram:
         await self._write_token()
         for cache in self._caches.values():
             self.join(cache)
+        self.carrier.told = True
         return DeviceMapped(DEVICE_ARENA, self.tier.budget_bytes, shared.exported), shared.fd
 
     async def _write_token(self) -> None:
