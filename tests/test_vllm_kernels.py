@@ -17,7 +17,7 @@ from kvtier.demo.daemon import Daemon
 from kvtier.device.host import HostDevice
 from kvtier.device.shuttle import Way
 from kvtier.identity import CacheSpec, GroupSpec, Slice
-from kvtier.types import Code, Kind, KvtierError
+from kvtier.types import Kind, KvtierError
 from lazydevice import LazyDevice, Site
 from storekit import KINDS, maker
 from vllmstub import Request, adapters, config, paged, step
@@ -255,22 +255,32 @@ TOKEN_IDS = list(range(1, 42))
 class Story:
     """vLLM's steps on a lazy device: compute, save, reuse of the blocks, load before a step and between steps."""
 
-    def __init__(self, vllm: Any, daemon: Daemon, folder: Path, seed: int, without: Site | None) -> None:
-        self.device = LazyDevice(seed, without)
+    copy = "kernels"
+
+    def __init__(self, vllm: Any, daemon: Daemon, folder: Path, seed: int, without: Site | None = None) -> None:
+        self.device = self.make(seed, without)
         self.compute = self.device.stream()
         self.pick = random.Random(seed)
         self.blocks = torch.zeros(64, 2, 4, 16)
         self.wrong: list[str] = []
         settings = config(folder)
         settings.model_config.revision = f"{seed} {without}"  # a cache of its own
-        vllm.ways.engine_device = lambda _: (self.device, lambda: self.compute, Way.STAGED)
+        self.reach(vllm)
         clients = [Client(daemon.socket, instance="vllm", timeout_s=20.0) for _ in range(2)]
-        self.worker = vllm.worker.Worker(clients[0], settings, paged(2, 4 * 16 * 4, 64, 4), "kernels")
+        self.worker = vllm.worker.Worker(clients[0], settings, paged(2, 4 * 16 * 4, 64, 4), self.copy)
         self.worker._copier.shutdown()
         self.worker._copier = self.later = Later(self.pick)
         self.worker.register({"layer": self.blocks})
         self.head = vllm.scheduler.Scheduler(clients[1], 1)
         self.head.agree([self.worker.formats()])
+
+    def make(self, seed: int, without: Site | None) -> LazyDevice:
+        """The device."""
+        return LazyDevice(seed, without)
+
+    def reach(self, vllm: Any) -> None:
+        """Have the adapter find it."""
+        vllm.ways.engine_device = lambda _: (self.device, lambda: self.compute, Way.STAGED)
 
     def write(self, first: int, count: int, value: float) -> None:
         """A step computes blocks: block n holds value + n - first."""
@@ -400,60 +410,6 @@ def test_every_wait_of_the_connector_is_needed(vllm: Any, daemon: Daemon, weight
         where for where in mine + theirs if not any(tell(vllm, daemon, weights, seed, where)[0] for seed in range(50))
     ]
     assert not needless
-
-
-# -- which way ---------------------------------------------------------------------------------------------------------
-
-
-def test_kv_on_the_cpu_goes_by_torch_unless_it_is_said(vllm: Any):
-    """`auto` is torch here; `kernels` has the CPU's device do it; anything else is refused by name."""
-    tensors, group = [[torch.zeros(8, 2, 4, 16)]], GroupSpec(Kind.FULL, 1, 2, 4 * 16 * 4)
-    pool = ThreadPoolExecutor(1)
-    kinds = [type(vllm.ways.copies_of(tensors, 8, (group,), (None,), pool, way)).__name__ for way in vllm.ways.WAYS]
-    assert kinds == ["TorchCopies", "KernelCopies", "TorchCopies"]
-    with pytest.raises(KvtierError, match="auto, kernels, torch"):
-        vllm.ways.copies_of(tensors, 8, (group,), (None,), pool, "fast")
-    pool.shutdown()
-
-
-@pytest.mark.parametrize("kind", ["driver", "compiler"])
-def test_what_keeps_kernels_from_it_is_said_and_torch_does_it(
-    vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
-):
-    """No driver, no compiler: a warning at start, and copies by torch; never in a step."""
-    group = GroupSpec(Kind.FULL, 1, 2, 4 * 16 * 4)
-    pool = ThreadPoolExecutor(1)
-
-    class Elsewhere(vllm.ways.Plane):
-        """A plane of another device."""
-
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.on_cpu = False
-
-    monkeypatch.setattr(vllm.ways, "Plane", Elsewhere)
-
-    class Uncompiled(HostDevice):
-        """A device beside which there is no NVRTC."""
-
-        def compile(self, ops: Any) -> None:
-            raise RuntimeError("no NVRTC here")
-
-    tensors, said = [[torch.zeros(8, 2, 4, 16)]], "no CUDA driver" if kind == "driver" else "no NVRTC"
-
-    def device(_: Any) -> Any:
-        if kind == "driver":
-            raise KvtierError(Code.IO, "cupy finds no CUDA driver or no GPU")
-        made = Uncompiled() if kind == "compiler" else HostDevice()
-        return made, made.stream, Way.STAGED
-
-    monkeypatch.setattr(vllm.ways, "engine_device", device)
-    made = vllm.ways.copies_of(tensors, 8, (group,), (None,), pool)
-    assert type(made).__name__ == "TorchCopies"
-    assert said in caplog.text
-    with pytest.raises((KvtierError, RuntimeError), match=said):
-        vllm.ways.copies_of(tensors, 8, (group,), (None,), pool, "kernels")
-    pool.shutdown()
 
 
 def test_a_worker_that_never_had_kv_closes(vllm: Any, daemon: Daemon, weights: Path):

@@ -129,6 +129,42 @@ def held(daemon: Daemon) -> int:
         return sum(each["leases"] for each in admin.ask(wire.Status(), wire.Info).data["instances"])
 
 
+def test_what_waits_for_room_keeps_no_look_up_waiting(daemon: Daemon, engine: Any, monkeypatch: pytest.MonkeyPatch):
+    """While as many requests as there are wait for room to be made, a new one's look-up is answered."""
+    put(daemon, SPEC)
+    one, go, waiting = engine(), threading.Event(), threading.Semaphore(0)
+    reserve = one._reserve
+
+    def slowly(*args: Any) -> Any:
+        waiting.release()
+        assert go.wait(30)
+        return reserve(*args)
+
+    monkeypatch.setattr(one, "_reserve", slowly)
+    for n in range(40):
+        request = Request(f"r{n}", [1000 + n, *TOKENS])
+        one.begin(request)
+        assert until(lambda request=request: one.matched(request, 0)[0]) == 0
+    one.plan(step(**{f"r{n}": 40 for n in range(40)}))
+    for _ in range(8):
+        assert waiting.acquire(timeout=30)
+    try:
+        assert matched(one, "new") == 40
+    finally:
+        go.set()
+
+
+def test_a_lease_that_was_lost_while_its_request_waited_is_not_loaded(daemon: Daemon, engine: Any):
+    """VLLM had no blocks for it, and the daemon has gone meanwhile: the next answer is that there is nothing."""
+    put(daemon, SPEC)
+    one, request = engine(), Request("a", TOKENS)
+    one.begin(request)
+    assert until(lambda: one.matched(request, 0)[0]) == 40
+    daemon.kill()
+    assert until(lambda: one.matched(request, 0)[0]) == 0
+    daemon.start()
+
+
 @pytest.mark.parametrize("error", [OSError("disk"), ValueError("JSON"), TimeoutError()])
 def test_what_a_thread_meets_with_is_a_miss_and_ends_no_step(
     engine: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -276,5 +312,53 @@ def test_no_block_is_written_while_it_is_copied(vllm: Any, daemon: Daemon, tmp_p
     with path.acquire(10) as lease:
         first = [np.frombuffer(lease.view(0, page), "<f4")[0] for page in range(10)]
     assert first == list(range(1, 11))
+    worker.close()
+    head.close()
+
+
+def test_a_load_between_steps_takes_of_each_step_what_one_may(
+    vllm: Any, daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is begun part by part, is over when all parts are, and fails with the first page that is not right."""
+    monkeypatch.setattr(vllm.scheduler, "LATER_BYTES", 0)
+    weights = safetensors(tmp_path / "m.safetensors", {"a": np.ones((4, 8), "<f4")}).parent
+    clients = [Client(daemon.socket, instance="vllm-fixed", timeout_s=20.0) for _ in range(2)]
+    worker = vllm.worker.Worker(clients[0], config(weights), paged(2, 4 * 16 * 4, 64, 4))
+    blocks = torch.zeros(64, 2, 4, 16)
+    worker.register({"layer": blocks})
+    worker._part, copy = 3, worker._copies.load
+    head = vllm.scheduler.Scheduler(clients[1], 1)
+    head.agree([worker.formats()])
+    put(daemon, worker.spec)
+    right = [True]
+
+    def slowly(*args: Any, **more: Any) -> Any:
+        arrival = copy(*args, **more)
+        arrival.good = right.pop(0) if len(right) > 1 else right[0]
+        time.sleep(vllm.worker.COPY_S)
+        return arrival
+
+    monkeypatch.setattr(worker._copies, "load", slowly)
+
+    def load(name: str, first: int) -> Iterator[tuple[int, set[str], set[str]]]:
+        """Blocks that have their pages after each step, and who was told to have come or failed."""
+        request = Request(name, TOKENS)
+        head.begin(request)
+        assert until(lambda: head.matched(request, 0)[0]) == 40
+        head.allocated(request, (list(range(first, first + 10)),), 40)
+        worker.load(head.plan(step()))
+        for _ in range(5):
+            worker.between()
+            there = blocks[first : first + 10].reshape(10, -1).view(torch.uint8)
+            yield int(there[1:].any(dim=1).sum()) + 1, *worker.take_received()  # the first page is of zeros
+        head.heard(worker.take_done())
+        head.finished(name)
+
+    assert list(load("a", 1)) == [(3, set(), set()), (6, set(), set()), (9, set(), set()), (10, {"a"}, set()),
+                                  (10, set(), set())]  # fmt: skip
+    assert torch.equal(blocks[1:11].reshape(10, -1).view(torch.uint8)[:, 0], torch.arange(10, dtype=torch.uint8))
+    right[:] = [True, False]
+    assert list(load("b", 21))[:3] == [(3, set(), set()), (6, {"b"}, {"b"}), (6, set(), set())]
+    until(lambda: None if held(daemon) else True)
     worker.close()
     head.close()

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier.client import Lease, Reservation
 from kvtier.client.layout import Bytes
-from kvtier.engines.vllm.messages import Blocks
+from kvtier.engines.vllm.messages import Blocks, Load
 
 
 class Arrival(Protocol):
@@ -33,6 +33,33 @@ class Arrived:
     def here(self) -> bool:
         """They are."""
         return True
+
+
+class Loading:
+    """A load that is copied part by part."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.done = 0
+        """Pages that were begun, or, where one failed, need not be."""
+        self.good = True
+        self._parts: list[Arrival] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether nothing is left to begin."""
+        return self.done >= self.load.pages
+
+    def add(self, part: Arrival, pages: int) -> None:
+        """The next pages are on their way; with one that is not right all ends."""
+        self._parts.append(part)
+        self.good = self.good and part.good
+        self.done = self.done + pages if part.good else self.load.pages
+
+    def here(self) -> bool:
+        """Whether all is over; does not block."""
+        self._parts = [part for part in self._parts if not part.here()]
+        return self.begun and not self._parts
 
 
 class Copies(Protocol):

@@ -50,6 +50,11 @@ class Load:
     weights: Weights | None = None
     """Nothing is loaded where the worker computes with others."""
 
+    @property
+    def pages(self) -> int:
+        """How many there are to copy."""
+        return len(self.blocks[0])
+
 
 @dataclass(frozen=True)
 class Save:

@@ -32,7 +32,10 @@ STEP_S: Final = 0.003
 """What one step waits for the daemon, all requests together."""
 TOKEN_S: Final = 10e-6
 """And more for each token that it computes: far less than computing it takes, and time for what it is to save."""
+LOOKUPS: Final = 32
+"""Threads that look up: each waits for the disk with one request."""
 THREADS: Final = 8
+"""And that ask for room: none of them keeps a look-up waiting."""
 RESERVE_MS: Final = 500
 """Giving pages back may wait so long for room to be made; meanwhile steps go on."""
 LATER_BYTES: Final = 32 << 20
@@ -45,7 +48,8 @@ class Scheduler:
     def __init__(self, client: Client, world: int) -> None:
         self._client = client
         self._world = world
-        self._pool = ThreadPoolExecutor(THREADS, "kvtier")
+        self._pool = ThreadPoolExecutor(LOOKUPS, "kvtier-find")
+        self._room = ThreadPoolExecutor(THREADS, "kvtier-room")
         self._held = Holdings()
         self._media = Media()
         self._asked: dict[str, Asked] = {}
@@ -99,6 +103,10 @@ class Scheduler:
             return 0, False
         if not self._over(asked.shown.items):
             return None, False
+        if asked.lease is not None:
+            self._client.link.look()
+            if asked.lease.lost:  # while the request waited for blocks
+                self._let_go(asked)
         if asked.lease is None:
             if asked.lookup is None:
                 self._drop_reservation(asked)
@@ -186,7 +194,7 @@ class Scheduler:
             shown = asked.shown.items.done()
             if asked.reserving is None and end > asked.saved and asked.saves and shown:
                 table = output.kv_connector_block_state.get_block_ids(name)
-                asked.reserving = self._pool.submit(self._reserve, asked, end, table)
+                asked.reserving = self._room.submit(self._reserve, asked, end, table)
         saves = []
         for name in ends:
             asked = self._asked[name]
@@ -286,7 +294,7 @@ class Scheduler:
         if asked is not None:
             self._drop_reservation(asked)
             self._let_go(asked)
-            self._pool.submit(Finder.forget, asked)  # which waits for a look-up of the request
+            self._room.submit(Finder.forget, asked)  # which waits for what a thread asks for the request
 
     def reset(self) -> None:
         """The weights have changed, to what nobody can say: this engine's KV is its own from now on.
@@ -320,7 +328,8 @@ class Scheduler:
     def close(self) -> None:
         """Let go of everything."""
         self._media.close()
-        self._pool.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._room):
+            pool.shutdown(cancel_futures=True)
         self._held.close()
         self._client.close()
 
@@ -338,13 +347,14 @@ class Scheduler:
     def _drop_reservation(self, asked: Asked) -> None:
         """Give up what was reserved for a request and not handed to the workers."""
         if asked.reserving is not None:
-            asked.reserving.add_done_callback(self._held.abort_found)
+            if not asked.reserving.cancel():
+                asked.reserving.add_done_callback(self._held.abort_found)
             asked.reserving = None
 
     def _let_go(self, asked: Asked) -> None:
         """Give back what is leased for a request, or will be once its look-up is over."""
         if asked.lease is not None:
             self._held.release(asked.lease)
-        elif asked.lookup is not None:
+        elif asked.lookup is not None and not asked.lookup.cancel():
             asked.lookup.add_done_callback(self._held.release_found)
         asked.lease = asked.lookup = None

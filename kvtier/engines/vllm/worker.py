@@ -13,15 +13,17 @@ import msgspec
 
 from kvtier.client import Cache, Client, Lease, Reservation
 from kvtier.engines.vllm import reload, served
-from kvtier.engines.vllm.copies import Arrival, Arrived
+from kvtier.engines.vllm.copies import Arrival, Arrived, Loading
 from kvtier.engines.vllm.formats import changed, ranks_of, slices_of, spec_of
-from kvtier.engines.vllm.messages import Blocks, Done, Formats, Load, Plan, Save, Weights
+from kvtier.engines.vllm.messages import Blocks, Done, Formats, Plan, Save, Weights
 from kvtier.engines.vllm.planes import NULL_BLOCK
 from kvtier.engines.vllm.ways import copies_of
 from kvtier.types import KvtierError
 
 COPY_S: Final = 0.004
 """Loads between steps copy so long in each step, so that requests that run wait no longer."""
+PART_BYTES: Final = 16 << 20
+"""Of such a load: after so much the clock is looked at."""
 
 _log = logging.getLogger("kvtier.vllm")
 
@@ -47,8 +49,9 @@ class Worker:
         """Blocks are read until these are over."""
         self._told: deque[tuple[str, int]] = deque()
         """What threads have to tell: (counter, or served or dropped; number)."""
-        self._pending: deque[Load] = deque()
-        self._arriving: list[tuple[Load, Arrival]] = []
+        self._pending: deque[Loading] = deque()
+        """Loads between steps, as far as they were not begun."""
+        self._arriving: list[Loading] = []
         """Loads whose leases are in use, and those between steps that are not over."""
         self._done = Done()
         self._received: set[str] = set()
@@ -73,6 +76,7 @@ class Worker:
         backends = {layers[name].get_attn_backend().get_name() for name in names if name in layers}
         self.spec = spec_of(vllm_config, kv_cache_config, backends, str(kv_cache_config.kv_cache_layout))
         self._slices = slices_of(self.spec, rank // self._replicas, shards)
+        self._part = max(1, PART_BYTES * shards // sum(group.item_bytes for group in self.spec.groups))
         self._open = (rank, vllm_config.parallel_config.tensor_parallel_size)
         self._moves_before_fence = bool(getattr(vllm_config, "use_v2_model_runner", False))
         """vLLM's second model runner zeroes and copies blocks before it says that a step begins."""
@@ -118,9 +122,13 @@ class Worker:
             self._changed = plan.changed
             self._cache = self._opened(plan.epoch)
         for load in plan.loads:
+            loading = Loading(load)
+            self._arriving.append(loading)
             if load.later:
-                self._pending.append(load)
-            elif not self._load(load).good:
+                self._pending.append(loading)
+                continue
+            self._load(loading, load.pages)
+            if not loading.good:
                 self._bad_blocks |= {block for row in load.blocks for block in row if block != NULL_BLOCK}
                 self._failures += 1
                 self._done.failures[self._open[0]] = self._failures
@@ -150,16 +158,19 @@ class Worker:
         """Go on with loads that no step waits for, for a few milliseconds."""
         until = time.monotonic() + COPY_S
         while self._pending and time.monotonic() < until:
-            self._load(self._pending.popleft())
+            self._load(self._pending[0], self._part)
+            if self._pending[0].begun:
+                self._pending.popleft()
         arriving, self._arriving = self._arriving, []
-        for load, arrival in arriving:
-            if not arrival.here():
-                self._arriving.append((load, arrival))
+        for loading in arriving:
+            if not loading.here():
+                self._arriving.append(loading)
                 continue
+            load = loading.load
             self._done.leases[load.lease] += 1
             if load.later:
                 self._received.add(load.request)
-                self._failed |= set() if arrival.good else {load.request}
+                self._failed |= set() if loading.good else {load.request}
 
     def fence(self) -> None:
         """What vLLM does next may write into any block but those that a coming step says."""
@@ -207,20 +218,21 @@ class Worker:
 
     # -- copies --------------------------------------------------------------------------------------------------
 
-    def _load(self, load: Load) -> Arrival:
-        """Begin to copy every page of a lease into its blocks."""
+    def _load(self, loading: Loading, pages: int) -> None:
+        """Begin to copy the next pages of a lease, at most so many, into their blocks."""
+        load, first = loading.load, loading.done
         lease = self._adopt(load.share)
         arrival: Arrival = Arrived(0, good=False)
         try:
             if isinstance(lease, Lease) and self._has(load.weights):
-                arrival = self._copies.load(lease, load.first, load.blocks, later=load.later)
+                blocks = blocks_of(load.blocks, first, first + pages)
+                arrival = self._copies.load(lease, load.first + first, blocks, later=load.later)
         except KvtierError as exc:
             _log.warning("a lease cannot be read: %s", exc)
-        self._arriving.append((load, arrival))
-        self.counts["loads"] += 1
+        loading.add(arrival, min(pages, load.pages - first))
+        self.counts["loads"] += loading.begun
         self.counts["loads_failed"] += not arrival.good
         self.counts["pages_loaded"] += arrival.pages
-        return arrival
 
     def _notice_writes(self, plan: Plan) -> None:
         """Weights that were written between two steps are another model's, unless all was forgotten meanwhile."""
