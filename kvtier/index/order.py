@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 ANY: Final = -1
 MOST_MOVED: Final = 64
 """Entries of another quota that a look for one's own passes on at once."""
+SWEPT: Final = 1024
+"""Entries that are void are looked at in so many at least."""
 Entry = tuple[float, int, "Node", Any]
 Heads = tuple[list["Node | None"], list[float]]
 """The first leaf of each of the policy's lanes, and when each was last used, as they were last seen."""
@@ -308,9 +310,9 @@ class Order:
         return None
 
     def _forgotten(self) -> None:
-        """An entry is void; sweep when the void outnumber the others."""
+        """An entry is void; sweep when the void outnumber the others, which are not counted each time."""
         self._stale += 1
-        if self._stale > max(1024, len(self) // 2):
+        if self._stale % SWEPT == 0 and 2 * self._stale > len(self):
             shift = 8 * self.tier
             for share, heaps in self._shares.items():
                 for lane, heap in enumerate(heaps):
