@@ -3,8 +3,8 @@
     python bench/bench_mover.py [--json FILE]
 
 Limits: O_DIRECT writes and reads of the same bytes with as many in flight, the slower of the two, for there and back;
-the same loop with nothing to move, for matching. It runs in the temporary directory: set TMPDIR to the device that
-matters.
+the same loop with nothing to move, for matching; a look at each object that a leaf is kept in, for touches. It runs in
+the temporary directory: set TMPDIR to the device that matters.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import asyncio
 import gc
 import inspect
 import random
+import statistics
 import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,10 @@ RUN = 64
 IDLE_S = 1e-3
 MOVE = Target("ratio", ">=", 0.85)
 POLICY = Target("value", "<=", 20.0)
+FLAT = Target("ratio", "<=", 1.2)
+OBJECTS = "its objects"
+"""What grows when leaves are more than the processor's caches hold, whatever is done with them."""
+BARE = "no policy"
 PAGES = (1, 1, 1, 2, 1, 1, 4, 1, 1, 1, 1, 16, 1, 1, 64)
 """Of the leaves that policies are timed with; by turns."""
 
@@ -209,14 +214,17 @@ class Forest:
             self.index.fresh(node, self.now)
         return node
 
-    def touches(self, count: int) -> float:
-        """Microseconds of a use of some leaf."""
+    def touches(self, count: int) -> tuple[float, float]:
+        """Microseconds of a use of some leaf, and of a look at each of the objects that it is kept in."""
         there = [node for node in self.latest if node.tier_leaf(Tier.HOST)]
-        nodes = self.random.choices(there, k=count)
+        nodes, others = self.random.choices(there, k=count), self.random.choices(there, k=count)
         start = time.thread_time()
         for node in nodes:
             self.index.use(node, self.now)
-        return (time.thread_time() - start) / count * 1e6
+        used = time.thread_time()
+        for node in others:
+            looked(node)
+        return (used - start) / count * 1e6, (time.thread_time() - used) / count * 1e6
 
     def evictions(self, count: int) -> float:
         """Microseconds of choosing and dropping a page; what new leaves cost that come for them is not counted."""
@@ -235,17 +243,45 @@ class Forest:
         return taken / count * 1e6
 
 
-def costs(bench: Bench, leaves: int) -> None:
-    """A touch under every policy, and what it adds to an eviction, its memory of evicted pages included."""
+def looked(node: Node) -> None:
+    """Change what a use cannot leave alone, the times of a node and of its note, and read what it asks: no more."""
+    node.time += 0.0
+    if node.below[Tier.HOST] or not node.count[Tier.HOST] or node.queued < 0:
+        return
+    note = node.notes and node.notes[Tier.HOST]
+    if note:
+        note.mark += 0.0
+
+
+def costs(bench: Bench, sizes: Sequence[int]) -> None:
+    """A touch under every policy, and what it adds to an eviction, its memory of evicted pages included.
+
+    The cyclic collector is off, as in the daemon.
+    """
     calls = 500 if bench.tiny else 5000
-    bare = Forest("", leaves, bench.seed)
-    for found in every():
-        forest = Forest(found.name, leaves, bench.seed)
-        touch: Samples = {OURS: [forest.touches(calls) for _ in range(bench.rounds(3))]}
-        pairs = [(forest.evictions(calls), bare.evictions(calls)) for _ in range(bench.rounds(5))]
-        evict: Samples = {OURS: [max(0.01, ours - without) for ours, without in pairs]}
-        bench.add(f"{found.name}: touch among {leaves:,} leaves", "us", touch, target=POLICY)
-        bench.add(f"{found.name}: added to an eviction among {leaves:,} leaves", "us", evict, target=POLICY)
+    gc.disable()
+    touches: dict[str, list[Samples]] = {}
+    evictions: dict[str, list[Samples]] = {}
+    for leaves in sizes:
+        bare = Forest("", leaves, bench.seed)
+        for found in every():
+            gc.collect()
+            forest = Forest(found.name, leaves, bench.seed)
+            pairs = [forest.touches(calls) for _ in range(bench.rounds(5))]
+            touch: Samples = {OURS: [ours for ours, _ in pairs], OBJECTS: [objects for _, objects in pairs]}
+            pairs = [(forest.evictions(calls), bare.evictions(calls)) for _ in range(bench.rounds(5))]
+            evict: Samples = {OURS: [ours for ours, _ in pairs], BARE: [without for _, without in pairs]}
+            added: Samples = {OURS: [max(0.01, ours - without) for ours, without in pairs]}
+            bench.add(f"{found.name}: touch among {leaves:,} leaves", "us", touch, limit=OBJECTS, target=POLICY)
+            bench.add(f"{found.name}: added to an eviction among {leaves:,} leaves", "us", added, target=POLICY)
+            touches.setdefault(found.name, []).append(touch)
+            evictions.setdefault(found.name, []).append(evict)
+    gc.enable()
+    for what, limit, samples in (("touch", OBJECTS, touches), ("eviction", BARE, evictions)):
+        for name, (few, *more) in samples.items():
+            for many in more:
+                growth = {each: [statistics.median(many[each]) / statistics.median(few[each])] for each in few}
+                bench.add(f"{name}: {what}, times that among {sizes[0]:,}", "x", growth, limit=limit, target=FLAT)
 
 
 def main() -> None:
@@ -255,8 +291,7 @@ def main() -> None:
     total = (128 << 20) if bench.tiny else (1 << 30)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
         uvloop.run(moving(bench, Path(folder), total))
-    for leaves in (1000,) if bench.tiny else (1000, 500_000):
-        costs(bench, leaves)
+    costs(bench, (1000,) if bench.tiny else (1000, 500_000))
     bench.finish()
 
 

@@ -28,22 +28,31 @@ FINE: Final = 64
 """Heads are compared by their ages at most this part of a turnover ago: what a lane is worth is looked up once."""
 
 
-class Wait(NamedTuple):
-    """A node of a kind, from when it could go on."""
+class Stand(NamedTuple):
+    """What a leaf is, its kind as a node; one object serves all that are alike."""
 
     kind: int
-    since: float
-    """Their age then, in turnovers."""
-    mark: float
-    """Where the clock stood at their last use."""
-    often: int
-    """How often they had been used."""
     tail: int
     """1: the last of its pages is the one that the first request for them ended in."""
 
 
-Gone = tuple[Wait, int, int, float]
-"""A page that was evicted: its node, its kind, what `votes` said then and where the clock stood."""
+STANDS: Final = tuple(tuple(Stand(kind, tail) for kind in _LANES) for tail in (0, 1))
+
+
+class Gone(NamedTuple):
+    """A page that was evicted."""
+
+    kind: int
+    since: float
+    """Its age when it could go, in turnovers."""
+    mark: float
+    """Where the clock stood at its last use."""
+    often: int
+    """How often it had been used."""
+    votes: int
+    """What `votes` said when it went."""
+    clock: float
+    """Where the clock stood then."""
 
 
 class ByKind(Counting):
@@ -98,9 +107,9 @@ class ByKind(Counting):
     def regret(self, votes: int, pages: int, after: float) -> None:
         """Pages were evicted too early, and asked for so many turnovers after that."""
 
-    def _hear(self, wait: Wait, kind: int, pages: int, used: bool) -> None:
+    def _hear(self, kind: int, since: float, mark: float, pages: int, used: bool) -> None:
         """Pages waited, and were used or given up."""
-        self._heard.extend((kind, wait.since, (self.clock - wait.mark) / max(self.size, 64), pages, used))
+        self._heard.extend((kind, since, (self.clock - mark) / max(self.size, 64), pages, used))
         if len(self._heard) >= HEARD:
             self._study()
 
@@ -133,14 +142,14 @@ class ByKind(Counting):
         self.clock += copies
         self._ghosts.resize(self.size)
         known = self._ghosts.take(index, node, lo, hi)
-        for wait, kind, votes, gone in known:
-            self._hear(wait, kind, self._ghosts.scale, True)
-            self.regret(votes, self._ghosts.scale, self.age(gone))
+        for gone in known:
+            self._hear(gone.kind, gone.since, gone.mark, self._ghosts.scale, True)
+            self.regret(gone.votes, self._ghosts.scale, self.age(gone.clock))
         if new:
             uses: Uses = node.notes[self.tier]
             if known and 2 * len(known) * self._ghosts.scale >= hi - lo:
-                uses.count += max(wait.often for wait, *_ in known)
-            uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 1)
+                uses.count += max(gone.often for gone in known)
+            uses.extra = STANDS[1][self.kind(node, uses.count)]
         if self.clock >= self._next:
             self._next = self.clock + max(64, self.size / STEPS)
             self._study()
@@ -158,15 +167,18 @@ class ByKind(Counting):
         uses = self.note(node)
         if uses is None or uses.extra is None:
             return
-        wait: Wait = uses.extra
-        votes, last = self.votes(), hi - wait.tail
+        kind, tail = uses.extra
+        last = hi - tail
         forgotten = []
-        if wait.tail:
-            forgotten = self._ghosts.add(index, node, last, hi, (wait, _TAIL, votes, self.clock))
-            uses.extra = wait._replace(tail=0)
+        if tail:
+            forgotten = self._ghosts.add(index, node, last, hi, self._gone(uses, _TAIL))
+            uses.extra = STANDS[0][kind]
         if lo < last:
-            forgotten += self._ghosts.add(index, node, lo, last, (wait, wait.kind, votes, self.clock))
+            forgotten += self._ghosts.add(index, node, lo, last, self._gone(uses, kind))
         self._forget(forgotten)
+
+    def _gone(self, uses: Uses, kind: int) -> Gone:
+        return Gone(kind, uses.since, uses.mark, uses.count, self.votes(), self.clock)
 
     def _forget(self, gone: list[Gone]) -> None:
         """Nobody came for these; neighbours went together and have one mark."""
@@ -175,33 +187,35 @@ class ByKind(Counting):
             first, start = gone[at], at
             while at < len(gone) and gone[at] is first:
                 at += 1
-            self._hear(first[0], first[1], (at - start) * scale, False)
+            self._hear(first.kind, first.since, first.mark, (at - start) * scale, False)
 
     def use(self, node: Any, now: float) -> None:
         """A leaf's wait is over; what is above it is no candidate while it lasts."""
         uses = self.uses(node)
         if uses.extra is not None and node.tier_leaf(self.tier):
-            wait: Wait = uses.extra
-            if wait.tail:
-                self._hear(wait, _TAIL, 1, True)
-            if node.count[self.tier] > wait.tail:
-                self._hear(wait, wait.kind, node.count[self.tier] - wait.tail, True)
+            kind, tail = uses.extra
+            if tail:
+                self._hear(_TAIL, uses.since, uses.mark, 1, True)
+            if node.count[self.tier] > tail:
+                self._hear(kind, uses.since, uses.mark, node.count[self.tier] - tail, True)
         super().use(node, now)
-        uses.extra = Wait(self.kind(node, uses.count), 0.0, uses.mark, uses.count, 0)
+        uses.extra = STANDS[0][self.kind(node, uses.count)]
+        uses.since = 0.0
 
     def fall(self, node: Any, parent: Any) -> None:
         """The parent may be a leaf from now on."""
         super().fall(node, parent)
         up = self.note(parent)
         if up is not None:
-            up.extra = Wait(self.kind(parent, up.count), self.age(up.mark), up.mark, up.count, 0)
+            up.extra = STANDS[0][self.kind(parent, up.count)]
+            up.since = self.age(up.mark)
 
     def split(self, upper: Any, lower: Any) -> None:
         """Both halves were used alike; the page that a request ended in stays below."""
         super().split(upper, lower)
         uses = self.note(upper)
         if uses is not None and uses.extra is not None:
-            uses.extra = uses.extra._replace(tail=0)
+            uses.extra = STANDS[0][uses.extra.kind]
 
     # -- what goes ---------------------------------------------------------------------------------------------
 
@@ -210,10 +224,10 @@ class ByKind(Counting):
         uses = self.note(node)
         if uses is None:  # it was found; whatever stands in a lane has a note
             uses = Uses(self.clock, 1, 1)
-            uses.extra = Wait(self.kind(node, 1), 0.0, self.clock, 1, 1)
+            uses.extra = STANDS[1][self.kind(node, 1)]
             self.write(node, uses)
-        wait: Wait | None = uses.extra
-        return 1 if wait is None else _TAIL if wait.tail else wait.kind
+        stand: Stand | None = uses.extra
+        return 1 if stand is None else _TAIL if stand.tail else stand.kind
 
     def share(self, node: Any) -> int:
         """That page alone, or a run."""

@@ -10,16 +10,18 @@ from kvtier.policy.base import Policy
 class Uses:
     """Of a node: the mark of its last use, how often it was used, how many of those uses its parent has.
 
-    `extra` is the policy's own.
+    `extra` and `since` are the policy's own. What a touch changes is kept here rather than in objects of its own: among
+    many leaves each of these is a miss of the processor's caches.
     """
 
-    __slots__ = ("count", "extra", "given", "mark")
+    __slots__ = ("count", "extra", "given", "mark", "since")
 
     def __init__(self, mark: float, count: int, given: int) -> None:
         self.mark = mark
         self.count = count
         self.given = given
         self.extra: Any = None
+        self.since = 0.0
 
 
 class Counting(Policy[Uses]):
@@ -68,7 +70,7 @@ class Counting(Policy[Uses]):
         uses = self.note(lower)
         if uses is not None:
             above = Uses(uses.mark, uses.count, uses.given)
-            above.extra = uses.extra
+            above.extra, above.since = uses.extra, uses.since
             self.write(upper, above)
             uses.given = uses.count
 
