@@ -26,7 +26,7 @@ from fleetkit import free_ports, write_secrets
 from kvtier import quant
 from kvtier.config import load
 from kvtier.identity import GroupSpec
-from kvtier.peer import bulk, frames, items, speed
+from kvtier.peer import frames, items, speed, turns
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import MOST, Fame
@@ -38,7 +38,7 @@ from kvtier.peer.secrets import read
 from kvtier.peer.terms import MAX_OPS, MIN_RATE, Terms
 from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
-from kvtier.server.visit import Visit
+from kvtier.server.taking import Taking
 from kvtier.store import Store
 from kvtier.types import Kind, KvtierError
 from liar import MUTE, Liar
@@ -158,7 +158,7 @@ async def test_a_prompt_is_as_hot_as_it_is_asked_for_in_any_number_of_pieces(tmp
 
 async def test_bytes_that_are_sent_before_there_is_a_thread_are_counted(tmp_path: Path, monkeypatch) -> None:
     """A transfer of nine pages, of which one goes at once and the rest in a thread, counts nine."""
-    monkeypatch.setattr(bulk, "SMALL", PAGE)
+    monkeypatch.setattr(turns, "SMALL", PAGE)
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
     async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
         await until(lambda: tier.status()[0]["up"])
@@ -382,7 +382,7 @@ async def test_at_a_rate_a_home_that_stops_holds_up_no_push_longer_than_a_turn(t
         await gate.wait()
         raise EOFError
 
-    monkeypatch.setattr(Visit, "_take", take)
+    monkeypatch.setattr(Taking, "take", take)
     async with pair(near, far) as (tier, _):
         await until(lambda: tier.status()[0]["up"])
         begin = time.monotonic()
