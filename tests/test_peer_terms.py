@@ -268,8 +268,12 @@ async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(t
                 assert np.array_equal(place.views[0], content(begin, 0, cache.groups[0].item_bytes))
 
 
-async def test_a_home_that_says_nothing_holds_up_no_other_one(tmp_path: Path) -> None:
-    """Where the home that is asked first is mute, another one is asked before the deadline, and serves."""
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_home_that_says_nothing_holds_up_no_other_one(tmp_path: Path, *, used: bool) -> None:
+    """Where the home that is asked first is mute, another one is asked before the deadline, and serves.
+
+    On a connection that was used before, too; who asks there and is cancelled leaves room for others.
+    """
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
     ports = dict(zip(("near", "far", "z"), free_ports(3), strict=True))
     nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
@@ -285,6 +289,14 @@ async def test_a_home_that_says_nothing_holds_up_no_other_one(tmp_path: Path) ->
             with Liar(secrets, ports["z"], MUTE):
                 await until(lambda: all(row["up"] for row in tier.status()))
                 assert await give(tier, path, 2) == 2
+                if used:
+                    (await tier.offer("z", shared, path, ())).close()
+                    task = asyncio.create_task(tier.find(shared, path, 0))
+                    await until(lambda: tier._nodes["z"]._room._value == MAX_OPS - 1)
+                    task.cancel()
+                    await asyncio.wait([task])
+                    assert tier._nodes["z"]._room._value == MAX_OPS
+                    (await tier.offer("z", shared, path, ())).close()
                 (source,) = await tier.find(shared, path, 0)
                 assert (source.node, source.pages) == ("far", 2)
                 source.close()

@@ -27,7 +27,7 @@ from kvtier.peer.tls import CHUNK
 _TIMEVAL = struct.Struct("@ll")
 _PACKED = struct.Struct("<I")
 """Bytes of the frame that an item was packed into; 0: it comes as it is."""
-PIECE = 1 << 20
+PIECE = 512 << 10
 VECTORS = 256
 """Buffers that one call takes."""
 FAULTS = (OSError, EOFError, TimeoutError)
