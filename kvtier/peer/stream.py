@@ -120,7 +120,7 @@ class Stream:
 
     def _nothing(self) -> Iterator[None]:
         """A step for each time that there is nothing: the loop may still tell of what was received meanwhile."""
-        while self._first == self._last and silent(self.sock):
+        while self.quiet:
             yield
 
     async def _records(self) -> bytes:
@@ -185,11 +185,8 @@ class Stream:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing came, not even the end: nobody sends on a connection that nothing was asked on.
-
-        What comes where nobody waits for it ends the watching, so that the kernel need not be asked while that goes on.
-        """
-        return self._first == self._last and (self._watched or silent(self.sock))
+        """Whether nothing came, not even the end: nobody sends on a connection that nothing was asked on."""
+        return self._first == self._last and silent(self.sock)
 
     def close(self) -> None:
         """Drop the connection."""
