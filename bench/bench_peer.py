@@ -31,7 +31,7 @@ from peer_stores import stores
 from kvtier.client import Client, page_keys
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec
-from kvtier.peer.base import Place, Shared
+from kvtier.peer.base import Ahead, Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.secrets import read
 from kvtier.peer.terms import Terms
@@ -120,11 +120,12 @@ class Moving:
             source.close()
 
     async def put(self) -> None:
-        """Offer and send pages that are new there."""
+        """Offer and send pages that are new there, as a push does that knows so."""
         self.count += 1
-        sink = await self.tier.offer("b", self.shared, path_of(self.spec, self.count, self.pages), ())
+        ahead = Ahead(self.places, self.sums)
+        sink = await self.tier.offer("b", self.shared, path_of(self.spec, self.count, self.pages), (), ahead=ahead)
         assert sink is not None
-        assert await sink.send(self.places, self.sums) == self.pages
+        assert (sink.stored or await sink.send(self.places, self.sums)) == self.pages
         sink.close()
 
     async def miss(self) -> None:

@@ -125,7 +125,8 @@ METRICS: Final = (
           "pushed (sent to their homes), taken (pushed here).", "way", _pages_of_peers),
     Shown("kvtier_peer_events", C, "What happened with peers: asked, hits, misses, refused, failures, down, restarts, "
           "busy, checksum, mismatch and torn (not what was stored or asked for, or not all of it: a miss), packed "
-          "(answers), repairs, push_*.", "event", _by("peer_")),
+          "(answers), unwanted (items that came with an offer and were there already, or refused), repairs, "
+          "push_*.", "event", _by("peer_")),
     Shown("kvtier_refused", C, "Requests refused, in whole or part, by error code.", "code",
           lambda d: d["server"]["refused"]),
     Shown("kvtier_leases", G, "Leases that engines hold.", "", _top("leases")),

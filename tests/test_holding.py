@@ -15,7 +15,7 @@ from engines import FULL, STATE, Engine, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
 from kvtier.mover import Mover, Urgency
-from kvtier.store import Store, slices
+from kvtier.store import Store, peers, slices
 from kvtier.store.peers import Guest
 from kvtier.types import Code, Kind, KvtierError
 from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
@@ -467,9 +467,10 @@ async def test_a_handle_that_is_polled_with_more_tokens_stays_within_the_bound()
 
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_a_cache_that_a_peer_pushes_to_is_not_forgotten_while_it_waits_for_room(
-    tmp_path: Path, *, keyed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keyed: bool
 ) -> None:
     """An engine that leaves meanwhile does not take the cache's memory out of the books."""
+    monkeypatch.setattr(peers, "ROOM_MS", 20_000)  # a busy machine takes longer than a push waits
     disk = Failing()
     async with storing(tmp_path, host=MIB, calls=disk, cap=1.0) as store:
         engine = Engine(store)

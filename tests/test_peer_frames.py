@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import random
 import socket
 from pathlib import Path
 
 import pytest
 
-from engines import spec
+from engines import idle, spec
 from fleetkit import FLEET, free_ports, write_secrets
 from kvtier.config import load
-from kvtier.peer import frames
+from kvtier.peer import frames, patience
 from kvtier.peer.fame import Fame
 from kvtier.peer.pipe import Pipe
-from kvtier.peer.secrets import read
+from kvtier.peer.secrets import Mac, read
 from kvtier.peer.terms import Terms
+from kvtier.server import visit
 from kvtier.server.home import Home
 from kvtier.types import Code, KvtierError
-from storekit import storing
+from peerkit import SPEC, direct, page, sums_of
+from storekit import storing, until
 
 PING = frames.Ping()
 
@@ -60,6 +64,17 @@ def test_a_frame_is_taken_once_in_its_place_and_only_as_it_was_made() -> None:
         opened(asker, asker.close(PING))
     with pytest.raises(KvtierError):
         opened(sides(b"other" * 8)[1], asker.close(PING))
+
+
+def test_frames_are_signed_with_hmac_sha256() -> None:
+    """Whatever the key and the parts, what is hashed ahead gives what the standard library gives."""
+    rng = random.Random(2)
+    for size in (1, 32, 64):
+        key = rng.randbytes(size)
+        mac = Mac(key)
+        for _ in range(20):
+            parts = [rng.randbytes(rng.randrange(0, 200)) for _ in range(3)]
+            assert mac.of(*parts) == hmac.digest(key, b"".join(parts), hashlib.sha256)
 
 
 def test_bytes_that_are_no_frame_are_refused_by_name() -> None:
@@ -126,6 +141,25 @@ async def test_a_cache_is_named_on_a_connection_only_after_its_secret_was_shown_
             pipe.close()
         finally:
             await home.close()
+
+
+@pytest.mark.parametrize("holding", [True, False])
+async def test_a_connection_on_which_nothing_comes_ends_and_what_it_held_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, holding: bool
+) -> None:
+    """Who is idle, or is to send what was reserved for it and does not, is hung up on after its time."""
+    monkeypatch.setattr(patience, "LOOK_S", 0.01)
+    monkeypatch.setattr(visit, "TAKE_S" if holding else "IDLE_S", 0.05)
+    async with direct(tmp_path) as pair:
+        keys = b"x" * SPEC.stride
+        sink = await pair.tier.offer("far", pair.shared, keys, ())
+        if not holding:
+            places = [page(keys, 0)]
+            assert await sink.send(places, sums_of(places)) == 1
+        await sink._pipe.stream.something(10.0)
+        assert sink._pipe.stream.sock.recv(1) == b""
+        await until(lambda: idle(pair.far) == [])
+        sink.close()
 
 
 def test_secrets_that_others_can_read_are_not_used_and_none_is_shown(tmp_path: Path) -> None:

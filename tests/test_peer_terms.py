@@ -26,7 +26,7 @@ from fleetkit import free_ports, write_secrets
 from kvtier import quant
 from kvtier.config import load
 from kvtier.identity import GroupSpec
-from kvtier.peer import bulk, frames, items, speed
+from kvtier.peer import frames, items, speed, turns
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import MOST, Fame
@@ -38,7 +38,7 @@ from kvtier.peer.secrets import read
 from kvtier.peer.terms import MAX_OPS, MIN_RATE, Terms
 from kvtier.peer.tls import Certs
 from kvtier.server.home import Home
-from kvtier.server.visit import Visit
+from kvtier.server.taking import Taking
 from kvtier.store import Store
 from kvtier.types import Kind, KvtierError
 from liar import MUTE, Liar
@@ -158,7 +158,7 @@ async def test_a_prompt_is_as_hot_as_it_is_asked_for_in_any_number_of_pieces(tmp
 
 async def test_bytes_that_are_sent_before_there_is_a_thread_are_counted(tmp_path: Path, monkeypatch) -> None:
     """A transfer of nine pages, of which one goes at once and the rest in a thread, counts nine."""
-    monkeypatch.setattr(bulk, "SMALL", PAGE)
+    monkeypatch.setattr(turns, "SMALL", PAGE)
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
     async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0)) as (tier, far):
         await until(lambda: tier.status()[0]["up"])
@@ -268,8 +268,12 @@ async def test_quantized_kv_travels_as_its_small_cells_and_answers_nobody_else(t
                 assert np.array_equal(place.views[0], content(begin, 0, cache.groups[0].item_bytes))
 
 
-async def test_a_home_that_says_nothing_holds_up_no_other_one(tmp_path: Path) -> None:
-    """Where the home that is asked first is mute, another one is asked before the deadline, and serves."""
+@pytest.mark.parametrize("used", [False, True])
+async def test_a_home_that_says_nothing_holds_up_no_other_one(tmp_path: Path, *, used: bool) -> None:
+    """Where the home that is asked first is mute, another one is asked before the deadline, and serves.
+
+    On a connection that was used before, too; who asks there and is cancelled leaves room for others.
+    """
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
     ports = dict(zip(("near", "far", "z"), free_ports(3), strict=True))
     nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
@@ -285,6 +289,14 @@ async def test_a_home_that_says_nothing_holds_up_no_other_one(tmp_path: Path) ->
             with Liar(secrets, ports["z"], MUTE):
                 await until(lambda: all(row["up"] for row in tier.status()))
                 assert await give(tier, path, 2) == 2
+                if used:
+                    (await tier.offer("z", shared, path, ())).close()
+                    task = asyncio.create_task(tier.find(shared, path, 0))
+                    await until(lambda: tier._nodes["z"]._room._value == MAX_OPS - 1)
+                    task.cancel()
+                    await asyncio.wait([task])
+                    assert tier._nodes["z"]._room._value == MAX_OPS
+                    (await tier.offer("z", shared, path, ())).close()
                 (source,) = await tier.find(shared, path, 0)
                 assert (source.node, source.pages) == ("far", 2)
                 source.close()
@@ -382,7 +394,7 @@ async def test_at_a_rate_a_home_that_stops_holds_up_no_push_longer_than_a_turn(t
         await gate.wait()
         raise EOFError
 
-    monkeypatch.setattr(Visit, "_take", take)
+    monkeypatch.setattr(Taking, "take", take)
     async with pair(near, far) as (tier, _):
         await until(lambda: tier.status()[0]["up"])
         begin = time.monotonic()

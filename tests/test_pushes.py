@@ -85,7 +85,7 @@ async def test_each_key_is_tried_as_often_as_any_other_whoever_it_goes_along_wit
         reply = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, bytes(16) + b"1" * 16))
         await engine.call(wire.Commit(reply.reservation, 0, 2))
         old, new = queue._queue
-        queue._queue[old] = 1, pushes.TRIES - 1
+        queue._queue[old] = pushes.Due(1, pushes.TRIES - 1, 1)
         queue.start()
         await soon(lambda: near.parts.counts["peer_push_dropped_home"])
         await asyncio.sleep(0)

@@ -7,7 +7,7 @@ and from then on is a page like any other. Nothing is ever lost because a peer w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -37,6 +37,16 @@ class Place(NamedTuple):
     group: int
     page: int
     views: list[Any]
+
+
+class Ahead(NamedTuple):
+    """Items of leased pages or keys that a home mostly lacks, and their checksums."""
+
+    places: Sequence[Place] = ()
+    sums: Sequence[int] = ()
+
+
+NOTHING: Final = Ahead()
 
 
 class Move(NamedTuple):
@@ -72,6 +82,8 @@ class Sink(Protocol):
     node: str
     picks: tuple[Pick, ...]
     """What it takes next; empty when it has all."""
+    stored: int
+    """Pages that it serves of what went with the offer."""
 
     async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
         """Give it the items (a prefix of what it picked, page by page); returns how many pages it serves of them.
@@ -129,11 +141,12 @@ class PeerTier(Protocol):
         """Whether this host is to give a path (keyed caches: a key of `group`) to homes it has since that move."""
 
     async def offer(
-        self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
+        self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0, ahead: Ahead = NOTHING
     ) -> Sink | None:
         """Tell a home of a path; `spare`: which items of window and state groups this host has. None: it refuses.
 
-        Keyed caches: of keys of `group`, whose positions are the pages.
+        Keyed caches: of keys of `group`, whose positions are the pages. `ahead` may go with the question; no byte of
+        it is read once this has ended.
         """
 
     @property

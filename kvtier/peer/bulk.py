@@ -27,9 +27,7 @@ from kvtier.peer.tls import CHUNK
 _TIMEVAL = struct.Struct("@ll")
 _PACKED = struct.Struct("<I")
 """Bytes of the frame that an item was packed into; 0: it comes as it is."""
-PIECE = 1 << 20
-SMALL = 2 << 20
-"""So much is moved on the loop, in a fraction of a millisecond: waking a thread and the loop again takes as long."""
+PIECE = 512 << 10
 VECTORS = 256
 """Buffers that one call takes."""
 FAULTS = (OSError, EOFError, TimeoutError)
@@ -249,25 +247,10 @@ class Line:
                 sent = self._sock.sendmsg(views[:VECTORS])
             except BlockingIOError:
                 raise TimeoutError("a transfer took too long") from None
-            views = _after(views, sent)
+            views = after(views, sent)
 
 
-def begin(sock: socket.socket, views: list[memoryview]) -> list[memoryview]:
-    """Send what the socket takes at once, a frame and SMALL at most; the views that are left. Raises OSError."""
-    some, room = list[memoryview](), len(views[0]) + SMALL
-    for view in views[:VECTORS]:
-        if not room:
-            break
-        some.append(view[:room])
-        room -= len(some[-1])
-    try:
-        sent = sock.sendmsg(some, [], socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return views
-    return _after(views, sent)
-
-
-def _after(views: list[memoryview], sent: int) -> list[memoryview]:
+def after(views: list[memoryview], sent: int) -> list[memoryview]:
     """The views without their first `sent` bytes."""
     first = 0
     while first < len(views) and sent >= len(views[first]):

@@ -13,7 +13,7 @@ import time
 from typing import Any, Final
 
 from kvtier.identity import CacheSpec
-from kvtier.peer.base import Move, Pick, Shared, Sink, Source
+from kvtier.peer.base import NOTHING, Ahead, Move, Pick, Shared, Sink, Source
 from kvtier.peer.generations import Book, Generations
 from kvtier.peer.items import items_of, page_name
 from kvtier.peer.reach import Reach, always
@@ -166,7 +166,13 @@ class Depot:
         return False
 
     async def offer(
-        self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
+        self,
+        node: str,
+        shared: Shared,
+        keys: bytes,
+        spare: tuple[Pick, ...],
+        group: int = 0,
+        ahead: Ahead = NOTHING,  # noqa: ARG002 - a store is asked first: what is there is not written again
     ) -> Sink | None:
         """See PeerTier."""
         if node != self.shelf.name or not self.shelf.up or self._full_until > time.monotonic():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
-from kvtier.peer.base import Move, Pick, Shared, Sink, Source
+from kvtier.peer.ahead import load_of, offered
+from kvtier.peer.base import NOTHING, Ahead, Move, Pick, Shared, Sink, Source
 from kvtier.peer.ends import DirectSink, DirectSource, refused
 from kvtier.peer.fame import Fame
 from kvtier.peer.items import chunk_pages, items_of, page_name, span_of
@@ -22,7 +24,7 @@ from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.speed import Packing
 from kvtier.peer.terms import MAX_OPS, Terms
-from kvtier.types import Kind, KvtierError
+from kvtier.types import Kind, KvtierError, bad
 
 T = TypeVar("T")
 THREADS: Final = 16
@@ -95,18 +97,24 @@ class Direct:
         if not asked:
             return []
         first, *others = asked
-        posted = await self._post(first, shared, keys, have)
-        waits = {loop.create_task(self._find(first, shared, keys, have, until, posted))}
-        found: list[Source] = []
         total = len(keys) // shared.spec.stride
+        moment = self.terms.deadline_s / HEDGE if others else None
+        posted = await self._post(first, shared, keys, have)
+        waits: set[asyncio.Task[Source | None]] = set()
+        found: list[Source] = []
+        if posted is not None and await self._answers(first, posted[0], moment or self.terms.deadline_s):
+            source = await self._find(first, shared, keys, have, until, posted)  # which is there: no task is needed
+            found += [] if source is None else [source]
+        else:
+            waits.add(loop.create_task(self._find(first, shared, keys, have, until, posted)))
         try:
-            while waits and not any(source.pages == total for source in found):
-                moment = self.terms.deadline_s / HEDGE if others else None
-                done, waits = await asyncio.wait(waits, timeout=moment, return_when=asyncio.FIRST_COMPLETED)
-                found += [source for task in done if (source := task.result()) is not None]
+            while (waits or others) and not any(source.pages == total for source in found):
+                if waits:
+                    done, waits = await asyncio.wait(waits, timeout=moment, return_when=asyncio.FIRST_COMPLETED)
+                    found += [source for task in done if (source := task.result()) is not None]
                 if not any(source.pages == total for source in found):
                     waits |= {loop.create_task(self._find(node, shared, keys, have, until)) for node in others}
-                    others = []
+                    others, moment = [], None
         except BaseException:
             for source in found:
                 source.close()
@@ -130,6 +138,21 @@ class Direct:
 
         `posted`: where it was asked already.
         """
+
+        async def say(pipe: Pipe, _: asyncio.Timeout) -> T:
+            return await (pipe.heard(kind) if posted else pipe.ask(message, kind))
+
+        return await self._talk(node, shared, say, until, posted)
+
+    async def _talk(
+        self,
+        node: Node,
+        shared: Shared,
+        say: Callable[[Pipe, asyncio.Timeout], Awaitable[T]],
+        until: float = 0.0,
+        posted: Pipe | None = None,
+    ) -> tuple[Pipe, T] | None:
+        """The same of whatever is said and heard; `say` may take more time."""
         until = until or asyncio.get_running_loop().time() + self.terms.deadline_s
         try:
             pipe = posted or await node.take(until)
@@ -137,9 +160,9 @@ class Direct:
             self.blame(node, exc)
             return None
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(until) as limit:
                 await node.use(pipe, shared)
-                return pipe, await (pipe.heard(kind) if posted else pipe.ask(message, kind))
+                return pipe, await say(pipe, limit)
         except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
             node.give(pipe, good=refused(exc))
             self.blame(node, exc)
@@ -159,6 +182,17 @@ class Direct:
             node.give(pipe, good=False)
             return None
         return pipe, find
+
+    async def _answers(self, node: Node, pipe: Pipe, within_s: float) -> bool:
+        """Whether something comes on a connection that soon."""
+        try:
+            await pipe.stream.something(within_s)
+        except TimeoutError:
+            return False
+        except BaseException:
+            node.give(pipe, good=False)
+            raise
+        return True
 
     async def _find(
         self,
@@ -290,22 +324,28 @@ class Direct:
         return list(found.items())
 
     async def offer(
-        self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0
+        self, node: str, shared: Shared, keys: bytes, spare: tuple[Pick, ...], group: int = 0, ahead: Ahead = NOTHING
     ) -> Sink | None:
-        """See PeerTier."""
+        """See PeerTier. What may be missing there goes along, unless the last such offer was in vain."""
         peer = self._nodes[node]
-        offer = frames.Offer(shared.id, keys, spare, group)
-        answer = await self.ask(peer, shared, offer, frames.Wanted) if peer.up else None
+        if not peer.up:
+            return None
+        load = load_of(self, peer, shared, keys, ahead)
+        offer = frames.Offer(shared.id, keys, spare, group, load)
+        answer = await self._talk(peer, shared, partial(offered, self, peer, offer, ahead.places))
+        peer.lacked = answer is not None and bool(answer[1].picks if load is None else answer[1].stored)
         if answer is None:
             return None
         pipe, wanted = answer
         try:
             items_of(shared.spec, wanted.picks, len(keys) // shared.spec.stride)
+            if not 0 <= wanted.stored <= len(ahead.places):
+                raise bad("stored", "pages that went with the offer", wanted.stored)
         except KvtierError as exc:
             peer.give(pipe, good=False)
             self.blame(peer, exc)
             return None
-        return DirectSink(self, peer, pipe, shared, keys, wanted.picks)
+        return DirectSink(self, peer, pipe, shared, keys, wanted)
 
     async def forget(self, shared: Shared) -> None:
         """See PeerTier: peers' pages are theirs; a purge there empties them."""

@@ -143,10 +143,10 @@ class DirectSink(_Held):
     """A home that answered Wanted."""
 
     def __init__(
-        self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, picks: tuple[Pick, ...]
+        self, tier: Direct, peer: Node, pipe: Pipe, shared: Shared, keys: bytes, wanted: frames.Wanted
     ) -> None:
         super().__init__(tier, peer, pipe, shared, keys)
-        self.picks = picks
+        self.picks, self.stored = wanted.picks, wanted.stored
         self._echo = echo(shared.id, keys)
 
     async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
@@ -159,7 +159,7 @@ class DirectSink(_Held):
         within, begin = pipe.within(nbytes), time.monotonic()
         try:
             async with asyncio.timeout(2 * within) as limit:
-                await pipe.pour(tier.pool, load, places, within, None)
+                await pipe.pour(tier.pool, load, places, within)
                 if pipe.paced:  # and so is what it has to read yet
                     limit.reschedule(asyncio.get_running_loop().time() + 2 * pipe.patience(nbytes))
                 stored = await pipe.receive(frames.Stored)

@@ -17,10 +17,10 @@ import msgspec
 
 from kvtier.identity import CacheSpec
 from kvtier.peer.base import Pick
-from kvtier.peer.secrets import derive
+from kvtier.peer.secrets import Mac, derive
 from kvtier.types import Code, KvtierError
 
-VERSION: Final = 3
+VERSION: Final = 4
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 16
 SEAL_BYTES: Final = 32
@@ -131,13 +131,18 @@ class Found(Message, tag=8):
 
 
 class Offer(Message, tag=11):
-    """The asker has a path, and `spare` of its window and state groups. Answered with Wanted, or Refused."""
+    """The asker has a path, and `spare` of its window and state groups. Answered with Wanted, or Refused.
+
+    `load` announces items that may be missing there, a piece at most and not packed, whose bytes follow: they are read
+    whatever the answer is, and kept as far as they are wanted.
+    """
 
     cache: bytes
     keys: bytes
     spare: tuple[Pick, ...] = ()
     group: int = 0
     """Of a keyed cache's keys."""
+    load: Load | None = None
 
 
 class More(Message, tag=12):
@@ -145,9 +150,13 @@ class More(Message, tag=12):
 
 
 class Wanted(Message, tag=13):
-    """Reserved here: the asker sends these items in a Load (or fewer, from the front). None: all is there."""
+    """Reserved here: the asker sends these items in a Load (or fewer, from the front). None: all is there.
+
+    `stored`: pages that are served now of those that came with the offer.
+    """
 
     picks: tuple[Pick, ...] = ()
+    stored: int = 0
 
 
 class Stored(Message, tag=14):
@@ -256,6 +265,7 @@ class Session:
     def __init__(self, key: bytes, *, asker: bool) -> None:
         ways = (derive(key, b"asker"), derive(key, b"answerer"))
         self._out, self._in = ways if asker else ways[::-1]
+        self._sign, self._expect = Mac(self._out), Mac(self._in)
         self._sent = self._received = 0
         self.id = derive(key, b"id")
         self._answer = derive(key, b"challenge")
@@ -267,7 +277,8 @@ class Session:
     def close(self, message: Message) -> bytes:
         """The next frame that is sent, whole."""
         raw = encode(message)
-        return raw + self._sign(raw)
+        self._sent += 1
+        return raw + self._sign.of(self._sent.to_bytes(8, "little"), raw)[:MAC_BYTES]
 
     def open(self, head: bytes, raw: bytes) -> Message:
         """The next frame that was received: its length, and its body with the MAC; raises forbidden, bad_request."""
@@ -275,14 +286,10 @@ class Session:
         self._verify(head + body, raw[-MAC_BYTES:])
         return decode(body)
 
-    def _sign(self, frame: bytes) -> bytes:
-        self._sent += 1
-        return hmac.digest(self._out, self._sent.to_bytes(8, "little") + frame, hashlib.sha256)[:MAC_BYTES]
-
     def _verify(self, frame: bytes, mac: bytes) -> None:
         """Raise forbidden unless this is the next frame that the other side sent."""
         self._received += 1
-        expected = hmac.digest(self._in, self._received.to_bytes(8, "little") + frame, hashlib.sha256)[:MAC_BYTES]
+        expected = self._expect.of(self._received.to_bytes(8, "little"), frame)[:MAC_BYTES]
         if not hmac.compare_digest(expected, mac):
             raise KvtierError(Code.FORBIDDEN, "a frame was not made with the fleet's key, or not for here and now")
 

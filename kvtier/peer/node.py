@@ -52,6 +52,8 @@ class Node:
         self.why = "not asked yet"
         self.incarnation = b""
         self.counts = counts
+        self.lacked = True
+        """Whether it lacked something of the path that it was offered last."""
         self._grace_s = grace_s
         self._since = time.monotonic()
         """When it was up last, while it is not."""
@@ -166,15 +168,15 @@ class Node:
         """A new connection; notices another life of the peer."""
         loop = asyncio.get_running_loop()
         family, where = await self._resolver.find()
+        certs = self._terms.certs
+        channel = None if certs is None else certs.channel(server=False, name=self.name)
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        pipe = Pipe(sock, channel=channel, pace=self._pace)
         try:
             await loop.sock_connect(sock, where)
-            certs = self._terms.certs
-            channel = None if certs is None else certs.channel(server=False, name=self.name)
-            pipe = Pipe(sock, channel=channel, pace=self._pace)
             await pipe.knock(self._terms, self.name)
         except BaseException:
-            sock.close()
+            pipe.close()
             raise
         if pipe.incarnation != self.incarnation:
             if self.incarnation:

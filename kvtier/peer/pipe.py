@@ -15,10 +15,9 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import xxhash
 
 from kvtier.mover import drained
-from kvtier.peer import bulk, frames
+from kvtier.peer import bulk, frames, turns
 from kvtier.peer.base import Place
 from kvtier.peer.pace import Pace
 from kvtier.peer.stream import Stream
@@ -190,18 +189,23 @@ class Pipe:
         raise frames.Refusal(Code.BUSY, "no thread was free for a transfer")
 
     async def pour(
-        self, pool: Executor, load: frames.Load, places: Sequence[Place], within_s: float, found: frames.Found | None
+        self,
+        pool: Executor,
+        load: frames.Load,
+        places: Sequence[Place],
+        within_s: float,
+        whole: frames.Found | frames.Offer | None = None,
     ) -> None:
-        """Send a Load (or the Found that it is part of) and the items' bytes in order.
+        """Send a Load (or the `whole` that it is part of) and the items' bytes in order.
 
-        Like `threaded`; what fits at once goes without a thread.
+        Like `threaded`; small ones go without a thread.
         """
-        session = self.session
+        session, sock = self.session, self.stream.sock
         assert session is not None
         views = [memoryview(view) for place in places for view in place.views]
 
         def work(line: bulk.Line) -> None:
-            line.announce(session.close(found or load))  # once there is a thread: without one the answer is a Refusal
+            line.announce(session.close(whole or load))  # once there is a thread: without one the answer is a Refusal
             if load.packed:
                 line.pour_packed(places)
             else:
@@ -210,8 +214,10 @@ class Pipe:
         if self.sealed or self.stream.channel or self._slow or load.packed:
             await self.threaded(pool, work, load.nbytes, within_s)
             return
-        left = bulk.begin(self.stream.sock, [memoryview(session.close(found or load)), *views])
-        if left:
+        views.insert(0, memoryview(session.close(whole or load)))
+        if load.nbytes <= turns.SMALL:
+            await self.stream.sending(turns.pouring(sock, views), within_s)
+        elif left := turns.begin(sock, views):
             await self.threaded(pool, lambda line: line.pour(left), load.nbytes, within_s, begun=True)
         self.wire, self.coding_s = load.nbytes, 0.0
 
@@ -220,30 +226,16 @@ class Pipe:
     ) -> list[int | None]:
         """Receive the items that a frame announced. Like `threaded` and Line.fill; small ones come without a thread."""
         sums = np.frombuffer(load.sums, "<u8").tolist()
-        if self.sealed or self.stream.channel or self._slow or load.packed or load.nbytes > bulk.SMALL:
+        if self.sealed or self.stream.channel or self._slow or load.packed or load.nbytes > turns.SMALL:
             work = partial(bulk.Line.fill, places=places, sums=sums, packed=load.packed)
             return await self.threaded(pool, work, load.nbytes, within_s, begun=True)
         out: list[int | None] = [None] * len(places)
         try:
-            async with asyncio.timeout(within_s):
-                for at, place in enumerate(places):
-                    found = await self._item(place)
-                    out[at] = found if found == sums[at] else None
+            await self.stream.receiving(turns.filling(self.stream, places, sums, out), within_s)
         except bulk.FAULTS:
             bulk.shut(self.stream.sock)
         return out
 
-    async def _item(self, place: Place) -> int:
-        """Receive one item; its checksum."""
-        state = xxhash.xxh3_64()
-        for view in place.views:
-            data, at = memoryview(view), 0
-            while at < len(data):
-                got = await self.stream.some(data[at:])
-                state.update(data[at : at + got])
-                at += got
-        return state.intdigest()
-
     def close(self) -> None:
         """Drop the connection."""
-        self.stream.sock.close()
+        self.stream.close()

@@ -28,6 +28,27 @@ def derive(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "little") + part for part in parts), hashlib.sha256)
 
 
+class Mac:
+    """HMAC-SHA256 (RFC 2104) under one key, many times: its two blocks are hashed once.
+
+    OpenSSL prepares each anew, which takes far longer than the hashing where megabytes went through the caches between.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        """`key`: of at most a block."""
+        block = key.ljust(hashlib.sha256().block_size, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))
+
+    def of(self, *parts: bytes) -> bytes:
+        """Of the parts, one after another."""
+        inner, outer = self._inner.copy(), self._outer.copy()
+        for part in parts:
+            inner.update(part)
+        outer.update(inner.digest())
+        return outer.digest()
+
+
 class Secrets:
     """The keys of this host. Never shown, never logged."""
 

@@ -124,6 +124,7 @@ class DepotSink:
         """`life` of the shelf when the generation was read; `unknown`: items of which it did not say."""
         self.node = depot.shelf.name
         self.picks: tuple[Pick, ...] = ()
+        self.stored = 0
         self._depot = depot
         self._shared = shared
         self._generation = generation

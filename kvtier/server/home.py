@@ -81,10 +81,12 @@ class Home:
     async def _serve(self, sock: socket.socket) -> None:
         try:
             certs = self.terms.certs
-            visit = Visit(self, Pipe(sock, channel=None if certs is None else certs.channel(server=True)))
+            pipe = Pipe(sock, channel=None if certs is None else certs.channel(server=True))
+            visit = Visit(self, pipe)
             try:
                 await visit.run()
             finally:
+                pipe.close()
                 self._admitted.discard(visit)
                 visit.end()
         except (*FAULTS, KvtierError) as exc:

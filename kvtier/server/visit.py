@@ -1,32 +1,33 @@
-"""One connection of another daemon: what it looks for, fetches and pushes. It is a guest like an engine."""
+"""One connection of another daemon: what it looks for and fetches; `taking` is about what it pushes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kvtier.identity import base_id, cache_id
 from kvtier.index import Node
 from kvtier.peer import frames
-from kvtier.peer.base import Pick, Place, Shared
-from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, ranges, sums_of
+from kvtier.peer.base import Pick, Shared
+from kvtier.peer.bulk import shut
+from kvtier.peer.items import echo, items_of, nbytes_of, pages_of, picks_of, ranges, sums_of
 from kvtier.peer.members import keys_of
+from kvtier.peer.patience import Patience
 from kvtier.peer.pipe import Pipe
 from kvtier.server.lending import Lent, asked, lent_of
+from kvtier.server.taking import Route, Taking
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import here, lend_keys, nodes_of
-from kvtier.store.peers import Granted, Guest
-from kvtier.store.reserve import Reservation
 from kvtier.store.routing import load, weigh
 from kvtier.types import Code, KvtierError, bad
 from kvtier.wire import MAX_ASKED as MOST
-from kvtier.wire import MAX_KEYS
 
 if TYPE_CHECKING:
     from kvtier.server.home import Home
@@ -40,15 +41,6 @@ TAKE_S: Final = 5.0
 """What is reserved for a peer that does not send it is given back after that time."""
 
 
-class Route(NamedTuple):
-    """The path that a connection is about."""
-
-    shared: Shared
-    keys: bytes
-    spare: tuple[Pick, ...] = ()
-    group: int = 0
-
-
 class Visit:
     """One connection."""
 
@@ -56,22 +48,21 @@ class Visit:
         self._home = home
         self._pipe = pipe
         self._parts = home.store.parts
-        self._guest = Guest(self._parts, "home", home.store.cap_bytes)
+        self._taking = Taking(home, pipe)
         self._known: dict[bytes, Shared] = {}
+        self._names: dict[bytes, tuple[bytes, bytes]] = {}
+        """What those caches are called here: without and with an epoch."""
         self._route: Route | None = None
         self._fresh = False
         """Nothing of the path has been fetched: it counts once, in however many pieces it goes."""
-        self._taking: Reservation | None = None
-        self._positions: list[int] = []
-        """Keyed caches: of what is being taken, the positions in what was offered."""
         self._verbs: Mapping[type[frames.Message], Callable[[Any], Awaitable[frames.Message | None]]] = {
             frames.Ping: self._ping,
             frames.Use: self._use,
             frames.Find: self._find,
             frames.Fetch: self._fetch,
             frames.Offer: self._offer,
-            frames.More: self._more,
-            frames.Load: self._take,
+            frames.More: self._taking.more,
+            frames.Load: self._taking.take,
             frames.Weigh: self._weigh,
             frames.Have: self._have,
         }
@@ -79,21 +70,22 @@ class Visit:
     async def run(self) -> None:
         """Serve until the peer goes."""
         home, pipe, clock = self._home, self._pipe, asyncio.get_running_loop().time
-        async with asyncio.timeout(KNOCK_S) as patience:
+        async with asyncio.timeout(KNOCK_S):
             name = await pipe.answer(home.terms, home.incarnation)
             message = await pipe.receive(frames.Message, FIRST_BYTES)
             if not home.admit(self):
                 await pipe.send(frames.Refused(Code.BUSY.value, "too many connections"))
                 return
-            pipe.pace = home.pace(name)
+        pipe.pace = home.pace(name)
+        with Patience(partial(shut, pipe.stream.sock)) as patience:
             while True:
-                patience.reschedule(None)
                 reply = await self._do(message)
                 if reply is not None:
-                    patience.reschedule(clock() + home.terms.deadline_s + 1.0)
+                    patience.until = clock() + home.terms.deadline_s + 1.0
                     await pipe.send(reply)
-                patience.reschedule(clock() + (IDLE_S if self._taking is None else TAKE_S))
+                patience.until = clock() + (TAKE_S if self._taking.waits else IDLE_S)
                 message = await pipe.receive(frames.Message)
+                patience.until = math.inf
 
     async def _do(self, message: frames.Message) -> frames.Message | None:
         """Do what is asked; what is answered, None where pages were."""
@@ -107,7 +99,7 @@ class Visit:
 
     def end(self) -> None:
         """The connection is over and nothing of it moves."""
-        self._guest.end(self._home.store.commits)
+        self._taking.end()
 
     # -- who may what ----------------------------------------------------------------------------------------------
 
@@ -130,6 +122,7 @@ class Visit:
         if len(self._known) >= MAX_CACHES:
             raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches a connection")
         self._known[shared.id] = shared
+        self._names[shared.id] = base_id(shared.spec, scope), cache_id(shared.spec, scope, 0)
         return frames.Done()
 
     def _path(self, cache: bytes, keys: bytes, spare: tuple[Pick, ...] = (), group: int = -1) -> Route:
@@ -152,14 +145,15 @@ class Visit:
 
     def _turn_to(self, route: Route | None) -> None:
         """Be about another path: what was to come of the one before must not be taken for it."""
-        self._let_go()
+        self._taking.turn_to(None)
         self._route = route
 
     def _cache(self, shared: Shared) -> Cache | None:
         """This host's cache of the same name, if there is one."""
-        if self._parts.epoch(base_id(shared.spec, shared.scope)):
+        base, number = self._names[shared.id]
+        if self._parts.epoch(base):
             return None
-        cache = self._parts.ids.get(cache_id(shared.spec, shared.scope, 0))
+        cache = self._parts.ids.get(number)
         return None if cache is None or cache.retired else cache
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -293,86 +287,15 @@ class Visit:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     async def _offer(self, msg: frames.Offer) -> frames.Message:
-        """A peer has a path: say what of it is wanted here, which is reserved."""
-        route = self._path(msg.cache, msg.keys, msg.spare, msg.group)
-        items_of(route.shared.spec, msg.spare, len(msg.keys) // route.shared.spec.stride)
-        self._turn_to(route)
-        return await self._more(frames.More())
-
-    async def _more(self, _: frames.More) -> frames.Message:
-        """Reserve the next pages that are missing here."""
-        self._let_go()
-        route, store = self._route, self._home.store
-        if route is None:
-            raise KvtierError(Code.UNKNOWN, "nothing was offered before")
-        if store.closing:
-            raise KvtierError(Code.CLOSING, "the daemon is draining")
-        shared, keys = route.shared, route.keys
-        if self._parts.epoch(base_id(shared.spec, shared.scope)):
-            raise KvtierError(Code.FORBIDDEN, "the cache was reset here")
-        self._parts.room_for(shared.spec, shared.scope, 0)
-        cache = self._parts.cache(shared.spec, shared.scope, 0)
-        if cache.spec.keyed:
-            return await self._want_keys(cache, route)
-        start = cache.radix.match(keys, self._parts.now()).pages
-        end = min(len(keys) // cache.index.stride, start + chunk_pages(cache.spec))
-        if start == end:
-            return frames.Wanted()
-        spare = {pick.group: pages_of(pick) for pick in route.spare}
-        part = keys[: end * cache.index.stride]
-        res = self._hold(await self._guest.reserve(store.tokens, cache, part, start, spare))
-        if res is None:
-            return frames.Wanted()
-        items = res.items(list(range(res.pages)))
-        return frames.Wanted(picks_of((g, res.start + at) for g, at, _ in items))
-
-    async def _want_keys(self, cache: Cache, route: Route) -> frames.Message:
-        """Reserve the next keys that are missing here; their positions are those in all that was offered."""
-        absent = [at for at, node in enumerate(nodes_of(cache, route.group, route.keys)) if node is None]
-        self._positions = absent[: min(max(1, CHUNK_BYTES // cache.item_bytes[route.group]), MAX_KEYS)]
-        size = cache.spec.key_bytes
-        keys = b"".join(route.keys[at * size : (at + 1) * size] for at in self._positions)
-        if not keys:
-            return frames.Wanted()
-        res = self._hold(await self._guest.reserve_keys(self._home.store.keys, cache, route.group, keys))
-        if res is None:
-            return frames.Wanted()
-        return frames.Wanted(picks_of((g, self._positions[at]) for g, at, _ in res.items(list(range(res.pages)))))
-
-    def _hold(self, granted: Granted) -> Reservation | None:
-        """What is taken next; None where it is all here by now. Raises what it was refused for: it is offered again."""
-        if granted.refused:
-            raise KvtierError(Code(granted.refused), "there is no room for what was offered now")
-        self._taking = granted.res
-        return granted.res
-
-    async def _take(self, msg: frames.Load) -> frames.Message:
-        """Receive what was reserved, check it, serve it."""
-        res, route, home = self._taking, self._route, self._home
-        if res is None or route is None:
-            raise EOFError("pages came that nobody asked for")
-        cache = res.cache
-        position = self._positions if cache.spec.keyed else range(res.start, res.start + res.pages)
-        slots = {(g, position[at]): (at, handle) for g, at, handle in res.items(list(range(res.pages)))}
-        items = items_of(cache.spec, msg.picks, len(route.keys) // cache.spec.stride)
-        nbytes = nbytes_of(cache.spec, items)
-        wrong = not slots.keys() >= set(items) or nbytes != msg.nbytes or len(msg.sums) != 8 * len(items)
-        if wrong or msg.echo != echo(route.shared.id, route.keys):
-            raise EOFError("other pages came than were asked for")
-        places = [Place(g, page, cache.views(g, slots[g, page][1])) for g, page in items]
-        got = await self._pipe.fill(home.pool, msg, places, self._pipe.within(nbytes))
-        known = {(i[0], slots[i][0]): value for i, value in zip(items, got, strict=True) if value is not None}
-        if len(known) < len(items):
-            self._parts.counts["peer_checksum"] += len(items) - len(known)
-        self._taking = None
-        served = self._guest.commit(home.store.commits, res, known)
-        self._parts.counts["pages_taken_peer"] += served
-        self._parts.counts["bytes_peer_to_host"] += nbytes
-        return frames.Stored(served)
-
-    def _let_go(self) -> None:
-        """What was reserved and not sent goes back."""
-        if self._taking is not None:
-            with contextlib.suppress(KvtierError):
-                self._guest.commit(self._home.store.commits, self._taking, {})
-            self._taking = None
+        """A peer has a path: say what of it is wanted here, and take what came with it."""
+        self._turn_to(None)
+        try:
+            route = self._path(msg.cache, msg.keys, msg.spare, msg.group)
+            items_of(route.shared.spec, msg.spare, len(msg.keys) // route.shared.spec.stride)
+            self._taking.turn_to(route)
+            wanted = await self._taking.more()
+        except KvtierError:
+            if msg.load is not None:
+                await self._taking.pass_over(msg.load)
+            raise
+        return wanted if msg.load is None else await self._taking.ahead(msg.load, wanted)

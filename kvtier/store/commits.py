@@ -134,7 +134,7 @@ class Commits:
             for at in res.publish_keys(positions, now):
                 self.parts.persist.offer(res.cache, res.nodes[at], 0, 1)
                 if self.parts.peers is not None and not res.instance.guest:
-                    self.parts.peers.pushes.offer(res.cache, res.nodes[at], 1)
+                    self.parts.peers.pushes.offer(res.cache, res.nodes[at], 1, fresh=0)
             watch_keys(self.parts.persist, res)
             return
         first, end = res.publish(now)
@@ -145,7 +145,7 @@ class Commits:
             else:
                 self.parts.persist.offer(res.cache, res.nodes[0], first, end, told_durable(res))
             if self.parts.peers is not None and not res.instance.guest:
-                self.parts.peers.pushes.offer(res.cache, res.nodes[0], end)
+                self.parts.peers.pushes.offer(res.cache, res.nodes[0], end, fresh=first)
 
     def _await(self, res: Reservation) -> None:
         """Remember it while it has complete pages that are not served."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvtier.index import Node
 from kvtier.index.node import LOCAL
-from kvtier.peer.base import PeerTier, Place, Shared, Sink
+from kvtier.peer.base import Ahead, PeerTier, Place, Shared, Sink
 from kvtier.peer.items import CHUNK_BYTES, pages_of
 from kvtier.store.cache import Cache
 from kvtier.store.keyed import Keys
@@ -168,8 +168,11 @@ class KeyPeers:
 
     # -- pushing -----------------------------------------------------------------------------------------------------
 
-    async def push(self, cache: Cache, shared: Shared, nodes: list[Node]) -> tuple[int, list[Node]]:
-        """Give homes keys of one group that they lack; how many they took, and the nodes that some home did not get."""
+    async def push(self, cache: Cache, shared: Shared, nodes: list[Node], *, fresh: bool) -> tuple[int, list[Node]]:
+        """Give homes keys of one group that they lack; how many they took, and the nodes that some home did not get.
+
+        `fresh`: they were just computed, so that homes lack all of them.
+        """
         group = nodes[0].edge[0]
         homes: dict[str, list[Node]] = {}
         for node in nodes:
@@ -179,20 +182,23 @@ class KeyPeers:
         left: dict[Node, None] = {}
         with self._keys.parts.leased(cache, *nodes):
             for home, mine in homes.items():
-                sent = await self._push_to(cache, shared, home, mine)
+                sent = await self._push_to(cache, shared, home, mine, fresh=fresh)
                 taken += max(0, sent)
                 if sent < 0:
                     left.update(dict.fromkeys(mine))
         return taken, list(left)
 
-    async def _push_to(self, cache: Cache, shared: Shared, home: str, nodes: list[Node]) -> int:
+    async def _push_to(self, cache: Cache, shared: Shared, home: str, nodes: list[Node], *, fresh: bool) -> int:
         """How many keys a home took; -1 where it did not answer or failed."""
         group = nodes[0].edge[0]
-        sink = await self.tier.offer(home, shared, b"".join(node.edge[1:] for node in nodes), (), group)
+        keys = b"".join(node.edge[1:] for node in nodes)
+        first = list(enumerate(nodes[: CHUNK_BYTES // cache.item_bytes[group]])) if fresh else []
+        sink = await self.tier.offer(home, shared, keys, (), group, Ahead(*lend_keys(cache, group, first)))
         if sink is None:
             return -1
         try:
-            return await self._feed(cache, sink, group, nodes)
+            fed = await self._feed(cache, sink, group, nodes)
+            return fed if fed < 0 else sink.stored + fed
         except (KvtierError, OSError, EOFError) as exc:
             _log.warning("a push to %s failed: %r", home, exc)
             return -1

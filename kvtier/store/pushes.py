@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 from kvtier import wire
 from kvtier.index import Node
-from kvtier.peer.base import PeerTier, Pick, Place, Shared, Sink
-from kvtier.peer.items import items_of, picks_of, ranges
+from kvtier.peer.base import NOTHING, Ahead, PeerTier, Pick, Place, Shared, Sink
+from kvtier.peer.items import chunk_pages, items_of, picks_of, ranges
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import KeyPeers
 from kvtier.store.parts import Parts
@@ -39,6 +39,19 @@ def shared_of(tier: PeerTier, cache: Cache) -> Shared | None:
     return None if cache.retired else tier.shared(cache.spec, cache.scope, cache.epoch)
 
 
+class Due(NamedTuple):
+    """A path that waits to be pushed: up to which page, how often that was tried, from which page on it is new here."""
+
+    end: int
+    tries: int
+    fresh: int
+
+    @property
+    def first(self) -> bool:
+        """Whether homes lack some of it, as far as anybody knows."""
+        return self.fresh < self.end
+
+
 class Again(NamedTuple):
     """A path that is pushed once more: up to which page, how often that was tried, what wakes it."""
 
@@ -56,8 +69,7 @@ class Pushes:
         self.tasks: list[asyncio.Task[None]] = []
         self._keys = keys
         self._counts = parts.counts
-        self._queue: dict[tuple[Cache, Node], tuple[int, int]] = {}
-        """(the path to the node, up to a page; how often that was tried)"""
+        self._queue: dict[tuple[Cache, Node], Due] = {}
         self._later: dict[tuple[Cache, Node], Again] = {}
         """What is tried again soon."""
         self._wishes: dict[tuple[Cache, bytes, str], None] = {}
@@ -82,16 +94,20 @@ class Pushes:
         """Paths that wait to be pushed, or are being pushed."""
         return len(self._queue) + len(self._later) + self._running
 
-    def offer(self, cache: Cache, node: Node, end: int, tries: int = 0) -> None:
-        """Push the path to `node`, up to page `end`, to its homes. Never waits; over the bound it is dropped."""
+    def offer(self, cache: Cache, node: Node, end: int, tries: int = 0, *, fresh: int | None = None) -> None:
+        """Push the path to `node`, up to page `end`, to its homes. Never waits; over the bound it is dropped.
+
+        `fresh`: the first page that was just computed, so that homes lack it; None: nobody knows.
+        """
         if shared_of(self.tier, cache) is None:
             return
         key = cache, node
         if len(self._queue) + len(self._later) >= MAX_QUEUED and key not in self._queue:
             self._counts["peer_push_dropped_queue"] += 1
             return
-        longest, least = self._queue.get(key, (end, tries))
-        self._queue[key] = max(end, longest), min(tries, least)
+        due = Due(end, tries, end if fresh is None else fresh)
+        waits = self._queue.get(key, due)
+        self._queue[key] = Due(max(end, waits.end), min(tries, waits.tries), min(due.fresh, waits.fresh))
         self._queued.set()
 
     def _again(self, cache: Cache, node: Node, end: int, tries: int) -> None:
@@ -136,37 +152,37 @@ class Pushes:
                 self._queued.clear()
                 continue
             cache, node = key = next(iter(self._queue))
-            end, tries = self._queue.pop(key)
+            due = self._queue.pop(key)
             self._running += 1
             try:
                 if cache.spec.keyed:
-                    await self._push_keys(cache, node, tries)
-                elif not await self._push(cache, node, end):
-                    self._again(cache, node, end, tries)
+                    await self._push_keys(cache, node, due)
+                elif not await self._push(cache, node, due.end, due.fresh):
+                    self._again(cache, node, due.end, due.tries)
             except Exception:  # noqa: BLE001 - one prompt's pages, not the others'
                 _log.exception("a push failed")
             finally:
                 self._running -= 1
 
-    async def _push_keys(self, cache: Cache, node: Node, tries: int) -> None:
+    async def _push_keys(self, cache: Cache, node: Node, due: Due) -> None:
         """Give keys of one group to their homes: this one, and others that wait."""
         same = [key for key in self._queue if key[0] is cache and key[1].edge[0] == node.edge[0]][: wire.MAX_KEYS - 1]
-        tried = {node: tries} | {key[1]: self._queue.pop(key)[1] for key in same}
+        tried = {node: due} | {key[1]: self._queue.pop(key) for key in same}
         shared = shared_of(self.tier, cache)
         nodes = [each for each in tried if not each.dead and each.live]
         self._counts["peer_push_dropped_gone"] += len(tried) - len(nodes)
         if nodes and shared is not None:
-            taken, left = await self._keys.push(cache, shared, nodes)
+            taken, left = await self._keys.push(cache, shared, nodes, fresh=all(each.first for each in tried.values()))
             self._counts["pages_pushed_peer"] += taken
             self._counts["bytes_host_to_peer"] += taken * cache.item_bytes[node.edge[0]]
             for each in left:
-                self._again(cache, each, 1, tried[each])
+                self._again(cache, each, 1, tried[each].tries)
 
     async def repair(self, cache: Cache, node: Node, end: int) -> bool:
         """Give every home what it lacks of a path, from disk too; False where some home did not answer or failed."""
-        return await self._push(cache, node, end, disk=True)
+        return await self._push(cache, node, end, end, disk=True)
 
-    async def _push(self, cache: Cache, node: Node, end: int, *, disk: bool = False) -> bool:
+    async def _push(self, cache: Cache, node: Node, end: int, fresh: int, *, disk: bool = False) -> bool:
         """Give every home what it lacks of a path; False where some home did not answer or failed."""
         shared = shared_of(self.tier, cache)
         if shared is None or node.dead:
@@ -178,10 +194,13 @@ class Pushes:
             await self._down(cache, node, len(keys) // cache.index.stride)
             for home, pages in self._receivers(cache, shared, keys):
                 part = keys[: pages * cache.index.stride]
-                sink = await self.tier.offer(home, shared, part, _spare(cache, node, pages))
+                ahead = _ahead(cache, node, range(fresh, pages))
+                sink = await self.tier.offer(home, shared, part, _spare(cache, node, pages), ahead=ahead)
                 if sink is None:
                     whole = False
                     continue
+                self._counts["pages_pushed_peer"] += sink.stored
+                self._counts["bytes_host_to_peer"] += sink.stored * sum(cache.item_bytes)
                 with contextlib.closing(sink):
                     whole = await self._feed(cache, node, sink, pages, disk=disk) and whole
         return whole
@@ -241,6 +260,15 @@ def lend(cache: Cache, node: Node, items: list[tuple[int, int]]) -> tuple[list[P
             places.append(Place(group, page, cache.views(group, handles[page - first])))
             sums.append(known[page - first])
     return places, sums
+
+
+def _ahead(cache: Cache, node: Node, pages: range) -> Ahead:
+    """A first piece of pages of a leased path that homes lack; nothing where more than whole pages is to be picked."""
+    groups = range(cache.index.groups)
+    first = pages[: chunk_pages(cache.spec)]
+    if node.dead or not first or len(cache.index.anchors) < len(groups):
+        return NOTHING
+    return Ahead(*lend(cache, node, [(group, page) for group in groups for page in first]))
 
 
 def path_keys(cache: Cache, node: Node) -> bytes:
