@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ from kvtier import wire
 from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from test_processes import Engine, ctl, engines, settled
+from tests import powercut
 
 __all__ = ["engines"]
 
@@ -123,6 +125,35 @@ def test_a_file_system_that_turns_read_only(tmp_path: Path) -> None:
                 cache = client.open(SPEC)
                 eventually(lambda: cache.match(path_keys(PAGES)).pages == len(PAGES))
             assert disk(daemon)["damaged_runs"] == disk(daemon)["set_aside"] == 0
+
+
+@pytest.mark.skipif(not powercut.works(), reason="needs strace, and leave to trace")
+@pytest.mark.parametrize("first", [1, 3, 4])
+def test_a_file_system_is_read_only_for_a_while(tmp_path: Path, first: int) -> None:
+    """From any of LMDB's writes on, its meta page's too: named, hits of host and disk go on, and mended by itself."""
+    old = [[n, *range(1000, 1063)] for n in range(8)]
+    with Daemon(tmp_path, host="24MiB", disk="128MiB") as daemon:
+        with contextlib.closing(Bystander(daemon)) as beside:
+            assert [beside.put(path) for path in old] == [64] * 8
+            assert beside.cache.flush(20.0)
+            with faultkit.read_only(daemon, first):
+                fresh: list[list[int]] = []
+                while not fresh or beside.cache.flush(5.0):
+                    fresh.append([2000 + len(fresh), 1, 2])
+                    assert beside.put(fresh[-1]) == 3
+                eventually(lambda: not beside.cache.flush(5.0) and disk(daemon)["sick"] == "EROFS")
+                before = disk(daemon)["bytes_read"]
+                assert [beside.get(path) for path in old] == [64] * 8
+                assert disk(daemon)["bytes_read"] > before
+                assert beside.get(fresh[-1]) == 3
+            eventually(lambda: not disk(daemon)["sick"])
+            assert beside.cache.flush(20.0)
+            assert disk(daemon)["state"] == "ready"
+        assert daemon.broken_invariants() == []
+        daemon.kill()
+        daemon.start()
+        with contextlib.closing(Bystander(daemon)) as beside:
+            assert [beside.get(path) for path in old + fresh] == [64] * 8 + [3] * len(fresh)
 
 
 def test_no_descriptor_is_left(daemon: Daemon) -> None:
