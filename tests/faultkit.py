@@ -81,6 +81,10 @@ class Bystander:
 
     def __exit__(self, *_: object) -> None:
         self.lease.release()
+        self.close()
+
+    def close(self) -> None:
+        """Leave."""
         self.client.close()
         self.aside.close()
 
@@ -254,6 +258,30 @@ def remount(folder: Path) -> None:
     subprocess.run(["umount", str(folder / "mounted")], check=True)
     assert subprocess.run(["fsck.ext4", "-fy", str(folder / "image")], capture_output=True).returncode < 4
     assert not mount(f"-oloop,errors=remount-ro {folder / 'image'} {folder / 'mounted'}")
+
+
+WRITES = "write,writev,pwrite64,pwritev,fdatasync,fsync,ftruncate,fallocate,openat"
+
+
+@contextlib.contextmanager
+def read_only(daemon: Daemon, first: int) -> Iterator[None]:
+    """What the daemon writes to disk, or opens there, fails as where it is read-only, from a thread's n-th call on.
+
+    A real one that was in use must be mounted anew. So the calls are made to fail, those inside LMDB too.
+    """
+    folder, log = daemon.home / "disk", daemon.home / "strace"
+    files = ("extents", "catalogue/data.mdb", "catalogue/lock.mdb", "heat.part")
+    watch = [word for name in files for word in ("-P", str(folder / name))]
+    words = ["strace", "-f", *watch, "-e", f"trace={WRITES}", "-e", f"inject={WRITES}:error=EROFS:when={first}+"]
+    with log.open("wb") as said:
+        tracer = subprocess.Popen([*words, "-p", str(daemon.pid)], stdin=subprocess.DEVNULL, stderr=said)
+    try:
+        eventually(lambda: "attached" in log.read_text())
+        yield
+    finally:
+        tracer.terminate()
+        tracer.wait()
+    assert "INJECTED" in log.read_text()
 
 
 class Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from kvtier import wire
 from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from test_processes import Engine, ctl, engines, settled
+from tests import powercut
 
 __all__ = ["engines"]
 
@@ -172,6 +174,35 @@ def test_a_device_that_fails(tmp_path: Path, calm: Daemon) -> None:
         assert daemon.stop() == 0
         daemon.start()
         assert device("state") == "ready"
+
+
+@pytest.mark.skipif(not powercut.works(), reason="needs strace, and leave to trace")
+@pytest.mark.parametrize("first", [1, 3, 4])
+def test_a_file_system_is_read_only_for_a_while(tmp_path: Path, calm: Daemon, first: int) -> None:
+    """From any of LMDB's writes on, its meta page's too: named, hits of host and disk go on, and mended by itself."""
+    old = [[n, *range(1000, 1063)] for n in range(8)]
+    with Daemon(tmp_path, host="24MiB", disk="128MiB") as daemon:
+        with Bystander(daemon, calm) as beside:
+            assert [beside.put(path) for path in old] == [64] * 8
+            assert beside.cache.flush(20.0)
+            with faultkit.read_only(daemon, first):
+                fresh: list[list[int]] = []
+                while not fresh or beside.cache.flush(5.0):
+                    fresh.append([2000 + len(fresh), 1, 2])
+                    assert beside.put(fresh[-1]) == 3
+                eventually(lambda: not beside.cache.flush(5.0) and disk(daemon)["sick"] == "EROFS")
+                before = disk(daemon)["bytes_read"]
+                assert [beside.get(path) for path in old] == [64] * 8
+                assert disk(daemon)["bytes_read"] > before
+                assert beside.get(fresh[-1]) == 3
+            eventually(lambda: not disk(daemon)["sick"])
+            assert beside.cache.flush(20.0)
+            assert disk(daemon)["state"] == "ready"
+        assert daemon.broken_invariants() == []
+        daemon.kill()
+        daemon.start()
+        with Bystander(daemon, calm) as beside:
+            assert [beside.get(path) for path in old + fresh] == [64] * 8 + [3] * len(fresh)
 
 
 def test_no_descriptor_is_left(daemon: Daemon, calm: Daemon) -> None:

@@ -39,5 +39,4 @@ def unpack_all(planes: int, packed: Sequence[bytes]) -> list[bytes]:
     for plane in reversed(range(planes - 1)):
         words <<= 8
         words |= parts[:, plane]
-    keys, size = words.tobytes(), words.shape[1] * TOKEN_BYTES
-    return [keys[at : at + size] for at in range(0, len(keys), size)]
+    return [keys.tobytes() for keys in words]

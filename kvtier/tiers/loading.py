@@ -15,8 +15,8 @@ from kvtier.tiers.runrecord import parse_all
 
 log = logging.getLogger("kvtier.disk")
 
-CHUNK: Final = 128
-"""Records read in one transaction."""
+CHUNK: Final = 32
+"""Records read in one transaction, and parsed together: as many as stay in a processor's second cache."""
 
 
 def load_runs(
