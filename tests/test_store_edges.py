@@ -34,6 +34,14 @@ async def put_keys(engine: Engine, keys: list[bytes], **more: int) -> wire.Reser
     return reserved
 
 
+async def test_a_window_that_no_arithmetic_takes_is_refused_by_name() -> None:
+    """When the cache is opened, not by an error of each match."""
+    async with storing(None) as store:
+        with pytest.raises(KvtierError) as caught:
+            await Engine(store).open(spec((GroupSpec(Kind.WINDOW, 1, 1, 4096, window=1 << 63),)))
+        assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "spec.groups[0].window")
+
+
 # -- the cap -----------------------------------------------------------------------------------------------------------
 
 
