@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
 import vllmkit
+from kvtier.demo.daemon import Daemon
 
 ROOT = vllmkit.ROOT
 SIDE = ROOT / "tests" / "sglang_side"
 PYTHON = Path(os.environ.get("KVTIER_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
 PAGE = 16
+WHOLE = 192
+"""Of a prompt of 200 tokens, what whole pages hold."""
 START_S = 600.0
 """SGLang's processes import for half a minute each on a machine that has nothing else to do."""
 
@@ -33,6 +38,14 @@ def config(socket: Path, **extra: Any) -> dict[str, Any]:
     return {
         "backend_name": "kvtier", "module_path": "kvtier.engines.sglang.hicache", "class_name": "KvtierHiCache",
         "interface_v1": 1, "prefetch_threshold": PAGE, "socket": str(socket), **extra,
+    }  # fmt: skip
+
+
+def linker(socket: Path, **extra: Any) -> dict[str, Any]:
+    """What --unified-cache-external-linker-config takes."""
+    return {
+        "linker": "KvtierLinker", "linker_module_path": "kvtier.engines.sglang.linker",
+        "linker_extra_config": {"socket": str(socket), **extra},
     }  # fmt: skip
 
 
@@ -55,7 +68,7 @@ class Engine(vllmkit.Engine):
             )  # fmt: skip
 
     def start(self, model: Path, config: dict[str, Any] | None, **options: Any) -> Self:
-        """Build the engine."""
+        """Build the engine; `config` is HiCache's, or `linker` among the options the linker's."""
         try:
             self.tell("start", wait_s=START_S, model=str(model), config=config, **options)
         except BaseException:
@@ -72,3 +85,27 @@ class Engine(vllmkit.Engine):
         """The same with SGLang's own caches forgotten."""
         assert self.tell("flush")["done"]
         return self.generate(prompts, **more)
+
+
+def until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
+    """Wait until something holds; a failure where it does not."""
+    end = time.monotonic() + wait_s
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def spoil(home: Daemon) -> None:
+    """Flip a bit in every 4 KiB of what is on disk."""
+    with (home.home / "disk" / "extents").open("r+b") as file:
+        size = file.seek(0, 2)
+        for at in range(100, size, 4096):
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 4]))
+
+
+def same(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> bool:
+    """Tokens and logprobs are bit-identical."""
+    return vllmkit.texts(got) == vllmkit.texts(want) and [g["logprobs"] for g in got] == [w["logprobs"] for w in want]

@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import pytest
 from kvtier import wire
 from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
-from sglangkit import PAGE, Engine, config, make_model, needs_sglang
+from sglangkit import PAGE, WHOLE, Engine, config, make_model, needs_sglang, same, spoil, until
 from vllmkit import prompt, texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_sglang]
-
-WHOLE = 192
-"""Of a prompt of 200 tokens, what whole pages of 16 hold."""
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +47,6 @@ def storage(home: Daemon, model: Path, tmp_path_factory: pytest.TempPathFactory)
 def keys(request: pytest.FixtureRequest) -> list[str]:
     """Page hashes that no other test has."""
     return [hashlib.sha256(f"{request.node.name} {n}".encode()).hexdigest() for n in range(12)]
-
-
-def until(holds: Callable[[], bool], wait_s: float = 60.0) -> None:
-    """Wait until something holds; a failure where it does not."""
-    end = time.monotonic() + wait_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def pages(daemon: Daemon) -> int:
@@ -199,22 +187,6 @@ def kept(engine: Engine, prompts: list[list[int]], whole: list[int]) -> None:
 def started(folder: Path, model: Path, home: Daemon, env: dict[str, str] | None = None, **options: Any) -> Engine:
     """An engine on the daemon."""
     return Engine(folder / "log", env).start(model, config(home.socket), **options)
-
-
-def spoil(home: Daemon) -> None:
-    """Flip a bit in every 4 KiB of what is on disk."""
-    with (home.home / "disk" / "extents").open("r+b") as file:
-        size = file.seek(0, 2)
-        for at in range(100, size, 4096):
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 4]))
-
-
-def same(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> bool:
-    """Tokens and logprobs are bit-identical."""
-    return texts(got) == texts(want) and [g["logprobs"] for g in got] == [w["logprobs"] for w in want]
 
 
 def test_a_fresh_engine_and_a_restarted_daemon_give_the_same_bits(home: Daemon, model: Path, tmp_path: Path):

@@ -10,16 +10,22 @@ import json
 import os
 from typing import Any
 
+from linked import Linked
 from orders import serve
 
 os.environ.update(TORCH_COMPILE_DISABLE="1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 
-class Engine:
+class Engine(Linked):
     """One engine; each public method is a thing that can be told."""
 
-    def start(self, model: str, config: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-        """Build the engine; `config` is --hicache-storage-backend-extra-config."""
+    def start(
+        self, model: str, config: dict[str, Any] | None = None, linker: dict[str, Any] | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Build the engine; `config` is --hicache-storage-backend-extra-config.
+
+        `linker`: --unified-cache-external-linker-config.
+        """
         import sglang
 
         defaults = {
@@ -34,11 +40,16 @@ class Engine:
                 "hicache_storage_prefetch_policy": "wait_complete", "hicache_storage_backend": "dynamic",
                 "hicache_storage_backend_extra_config": json.dumps(config),
             }  # fmt: skip
+        if linker is not None:
+            defaults |= {
+                "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
+                "unified_cache_external_linker_config": linker,
+            }  # fmt: skip
         self.engine = sglang.Engine(model_path=model, **(defaults | options))
         return {}
 
     def generate(self, prompts: list[list[int]], tokens: int = 8, extra_key: str | None = None) -> list[dict[str, Any]]:
-        """Greedy continuations with logprobs, and how many of the prompt's tokens came from the storage."""
+        """Greedy continuations with logprobs, and how many of the prompt's tokens came from the storage or a linker."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
@@ -52,6 +63,7 @@ class Engine:
                 "tokens": got["output_ids"],
                 "logprobs": [each[0] for each in meta["output_token_logprobs"]],
                 "cached": (meta["cached_tokens_details"] or {}).get("storage", 0),
+                "linked": (meta["cached_tokens_details"] or {}).get("host", 0),
             })  # fmt: skip
         return out
 

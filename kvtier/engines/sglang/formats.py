@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.runtime_context import get_device, get_exec, get_lora, get_model, get_spec
 
 from kvtier.engines.dynamic import rope_kind
+from kvtier.engines.sglang.device import Sheets
 from kvtier.engines.sglang.pools import pieces_of
 from kvtier.engines.weights import config_of, local_weights, weights_digest
 from kvtier.identity import MAX_PAGE_BYTES, CacheSpec, GroupSpec
@@ -28,26 +29,37 @@ STATE_BYTES: Final = 4 << 20
 
 
 def spec_of(config: Any, name: str, memory: Any) -> CacheSpec:
-    """The keyed cache of one rank's pages of a pool; raises bad_request naming what about it cannot be shared."""
+    """The keyed cache of one rank's pages of a host pool; raises bad_request naming what about it cannot be shared."""
+    sizes = page_sizes(name, memory)
+    shape = ("layout", "head_num", "head_dim", "layer_num", "start_layer", "end_layer", "storage_format_tag")
+    said = {
+        "pool": [name, type(memory).__name__, sizes],
+        "shape": [str(getattr(memory, each, None)) for each in shape],
+    }
+    tokens = memory.page_size * getattr(memory, "dcp_size", 1)
+    return _spec(config, name, tokens, sum(sizes), str(memory.dtype), said)
+
+
+def linked_spec(config: Any, name: str, memory: Sheets) -> CacheSpec:
+    """The same for the KV that SGLang computes with."""
+    dtype, said = memory.shapes[0].split()[0], {"pool": [name], "shape": memory.shapes}
+    return _spec(config, name, memory.page_size, memory.item_bytes, dtype, said)
+
+
+def _spec(config: Any, name: str, page_tokens: int, size: int, dtype: str, said: dict[str, Any]) -> CacheSpec:
+    """`said`: what tells the pool's layout from others."""
     if get_lora().enable_lora:
         raise bad("enable_lora", "off: page hashes do not say which weights an adapter has")
     extra = dict(config.extra_config or {})
     _refuse_media(str(extra.get("fingerprint", "")), str(extra.get("media", "")))
-    sizes = page_sizes(name, memory)
-    shape = ("layout", "head_num", "head_dim", "layer_num", "start_layer", "end_layer", "storage_format_tag")
-    layout = {
-        "pool": [name, type(memory).__name__, sizes],
-        "shape": [str(getattr(memory, each, None)) for each in shape],
-        "rank": ranks(config, name),
-    }
-    digest = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(said | {"rank": ranks(config, name)}, sort_keys=True).encode()).hexdigest()
     model, kernel = get_model(), get_exec().kernel
     return CacheSpec(
         model=Path(config.model_name or model.model_path).name or "model",
         fingerprint=fingerprint(extra.get("fingerprint", "")),
-        kv_dtype=f"{model.kv_cache_dtype}/{memory.dtype}".replace("torch.", ""),
-        page_tokens=memory.page_size * getattr(memory, "dcp_size", 1),
-        groups=(group_of(sum(sizes)),),
+        kv_dtype=f"{model.kv_cache_dtype}/{dtype}".replace("torch.", ""),
+        page_tokens=page_tokens,
+        groups=(group_of(size),),
         revision=str(model.revision or ""),
         layout=f"sglang {name} {digest}",
         backend=f"sglang {sglang_version} {get_device().device} {kernel.prefill_attention_backend or ''}"

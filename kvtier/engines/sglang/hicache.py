@@ -10,21 +10,16 @@ hangs holds no memory of SGLang's. Ranks ask for their own shards; SGLang takes 
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
-from kvtier.client import Client
-from kvtier.engines.sglang import reload
-from kvtier.engines.sglang.formats import engine_name, spec_of
+from kvtier.engines.sglang.formats import spec_of
 from kvtier.engines.sglang.pools import Pool
-from kvtier.identity import CacheSpec
+from kvtier.engines.sglang.store import KV, Store, leading
 from kvtier.types import bad
-
-KV = str(PoolName.KV)
 
 
 class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there when types are checked
@@ -42,18 +37,7 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
         if not extra.get("interface_v1"):
             raise bad("interface_v1", "1 in --hicache-storage-backend-extra-config", extra.get("interface_v1"))
         self._config = storage_config
-        self._engine = engine_name()
-        self._client = Client(
-            extra.get("socket"),
-            instance=f"sglang-{self._engine}",
-            scope=extra.get("scope", ""),
-            verify=extra.get("verify", "always"),
-        )
-        self._pools: dict[str, Pool] = {}
-        self._specs: dict[str, CacheSpec] = {}
-        self._lock = threading.Lock()
-        reload.watch()
-        self._seen = reload.count()
+        self._store = Store(extra)
 
     # -- pools ---------------------------------------------------------------------------------------------------
 
@@ -68,30 +52,8 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
         self._register(str(host_pool_name), host_pool)
 
     def _register(self, name: str, memory: Any) -> None:
-        known = self._pools.get(name)
-        if known is None or known.memory is not memory:
-            self._specs[name] = spec_of(self._config, name, memory)
-            self._pools[name] = Pool(memory, self._client.open(self._after_changes(self._specs[name], self._seen)))
-
-    def _after_changes(self, spec: CacheSpec, changes: int) -> CacheSpec:
-        """The spec of KV that the weights of now have made: this engine's own, once they were changed in place."""
-        if not changes:
-            return spec
-        revision = f"{spec.revision[:256]} changed {changes} times in {self._engine}"
-        return msgspec.structs.replace(spec, revision=revision)
-
-    def _pool(self, name: Any) -> Pool:
-        """The pool of that name, in the cache of the weights of now."""
-        with self._lock:
-            changes = reload.count()
-            if self._seen != changes:
-                opened = {
-                    each: self._client.open(self._after_changes(self._specs[each], changes)) for each in self._pools
-                }
-                for each, pool in self._pools.items():
-                    pool.cache = opened[each]
-                self._seen = changes
-        return self._pools[str(name)]
+        if not self._store.has(name, memory):
+            self._store.add(name, spec_of(self._config, name, memory), functools.partial(Pool, memory))
 
     # -- KV ------------------------------------------------------------------------------------------------------
 
@@ -102,17 +64,17 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """How many leading pages are there."""
         del extra_info
-        return leading(self._pool(KV).exists(keys))
+        return leading(self._store.pool(KV).exists(keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Copy verified pages into host memory; those after the first that is missing are not looked at."""
         del extra_info
-        return self._pool(KV).load(keys, host_indices)
+        return self._store.pool(KV).load(keys, host_indices)
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Copy pages out of host memory; true for those that are served now."""
         del extra_info
-        return self._pool(KV).store(keys, host_indices)
+        return self._store.pool(KV).store(keys, host_indices)
 
     # -- hybrid models -------------------------------------------------------------------------------------------
 
@@ -121,39 +83,28 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
     ) -> PoolTransferResult:
         """The prefixes that all pools can restore: every page of some, the trailing pages of others."""
         del extra_info
-        pages = leading(self._pool(KV).exists(keys))
-        hits: dict[Any, int] = {PoolName.KV: pages} if pages else {}
-        restorable = set(range(1, pages + 1))
-        for transfer in pool_transfers or ():
-            if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-                continue  # such a pool has a verdict of its own, which never lowers the KV's; this one is a miss
-            there = self._pool(transfer.name).exists(keys[:pages])
-            found = restored(there, transfer)
-            if found:
-                hits[transfer.name] = max(found)
-            restorable &= found
-        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+        hits, lengths = self._store.restorable(keys, pool_transfers or ())
+        return PoolTransferResult(max(lengths, default=0), hits, sorted(lengths))
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """`batch_get_v1` for each pool."""
         del extra_info
-        return {each.name: self._pool(each.name).load(each.keys or [], each.host_indices) for each in transfers}
+        return {each.name: self._store.pool(each.name).load(each.keys or [], each.host_indices) for each in transfers}
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         """`batch_set_v1` for each pool."""
         del extra_info
-        return {each.name: self._pool(each.name).store(each.keys or [], each.host_indices) for each in transfers}
+        return {each.name: self._store.pool(each.name).store(each.keys or [], each.host_indices) for each in transfers}
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Forget the KV of this model, here and in every engine that shares it: SGLang's operator asked for that."""
-        for name in self._pools:
-            self._pool(name).cache.reset()
+        self._store.reset()
 
     def close(self) -> None:
         """Let go of the daemon."""
-        self._client.close()
+        self._store.close()
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         """Never asked for: `interface_v1` moves pages in batches."""
@@ -175,16 +126,3 @@ class KvtierHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not there
         """Never asked for, as `get`."""
         del keys, values, target_locations, target_sizes
         return False
-
-
-def leading(there: Sequence[bool]) -> int:
-    """How many come before the first that is not there."""
-    return there.index(False) if False in there else len(there)
-
-
-def restored(there: Sequence[bool], transfer: Any) -> set[int]:
-    """Lengths of prefixes, in pages, for which one pool has what its policy asks for."""
-    if transfer.hit_policy is PoolHitPolicy.ALL_PAGES:
-        return set(range(1, leading(there) + 1))
-    window = max(1, len(transfer.keys or ()))
-    return {end for end in range(1, len(there) + 1) if all(there[max(0, end - window) : end])}

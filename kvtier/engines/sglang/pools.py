@@ -25,14 +25,17 @@ BATCH_BYTES: Final = 64 << 20
 QUICK_S: Final = 1e-4
 ABSENT: Final = frozenset({Presence.MISS, Presence.PENDING})
 
-Move = Callable[[Cache, Sequence[str], list[list[Data]]], int]
+Move = Callable[[Cache, Sequence[str], Any], int]
 """Moves leading pages between their memory and a cache; how many."""
 
 _log = logging.getLogger("kvtier.sglang")
 
 
 class Pool:
-    """Pages of a host pool under SGLang's hashes. Thread-safe; never raises: what cannot be done is a miss."""
+    """Pages of a pool under SGLang's hashes. Thread-safe; never raises: what cannot be done is a miss.
+
+    `memory` is one of HiCache's host pools, which says where pages lie (`device.DevicePool`: of the GPU's).
+    """
 
     def __init__(self, memory: Any, cache: Cache) -> None:
         self.memory = memory
@@ -51,18 +54,23 @@ class Pool:
 
         `indices`: the host slots of the pages' tokens, a page's in a row, as `alloc` of the pool gave them.
         """
-        return self._move("loading", _load, keys, indices)
+        return self._move("loading", self._load, keys, indices, self.cache)
 
-    def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
-        """Copy pages out of the pool's memory; whether each is served then."""
-        return self._move("storing", _store, keys, indices)
+    def store(self, keys: Sequence[str], indices: Any, cache: Cache | None = None) -> list[bool]:
+        """Copy pages out of the pool's memory; whether each is served then.
 
-    def _move(self, doing: str, move: Move, keys: Sequence[str], indices: Any) -> list[bool]:
-        """Move pages, as many at once as one request takes, up to the first that is not; whether each was."""
+        `cache`: that of the weights that computed them, where it may not be the pool's any more.
+        """
+        return self._move("storing", self._store, keys, indices, cache or self.cache)
+
+    def _move(self, doing: str, move: Move, keys: Sequence[str], indices: Any, cache: Cache) -> list[bool]:
+        """Move pages, as many at once as one request takes, up to the first that is not; whether each was.
+
+        All in a cache of one time, should weights change meanwhile.
+        """
         done = 0
         try:
             pages = self._pages(indices, len(keys))
-            cache = self.cache  # of one time, should weights change meanwhile
             with quick_turns:
                 while done < len(pages):
                     part = self._part(done)
@@ -77,7 +85,7 @@ class Pool:
         """Pages from one on, as many as one request takes."""
         return slice(first, first + max(1, min(BATCH, BATCH_BYTES // self.cache.spec.groups[0].item_bytes)))
 
-    def _pages(self, indices: Any, count: int) -> list[list[Data]]:
+    def _pages(self, indices: Any, count: int) -> Any:
         """Each page's pieces of memory; none where the pool cannot say where just these pages lie."""
         if indices is None or not count or len(indices) != count * self.memory.page_size:
             return []
@@ -85,20 +93,18 @@ class Pool:
         each = len(pieces) // count
         return [pieces[at : at + each] for at in range(0, len(pieces), each)]
 
+    def _load(self, cache: Cache, keys: Sequence[str], pages: Any) -> int:
+        """Load as many leading pages as are there and may be held at once; how many."""
+        with cache.acquire_keys(0, names(keys), wait_ms=LOAD_MS) as lease:
+            read = (lease.read(0, number, pages[number]) for number in range(lease.pages))
+            return sum(1 for _ in itertools.takewhile(bool, read))
 
-def _load(cache: Cache, keys: Sequence[str], pages: list[list[Data]]) -> int:
-    """Load as many leading pages as are there and may be held at once; how many."""
-    with cache.acquire_keys(0, names(keys), wait_ms=LOAD_MS) as lease:
-        read = (lease.read(0, number, pages[number]) for number in range(lease.pages))
-        return sum(1 for _ in itertools.takewhile(bool, read))
-
-
-def _store(cache: Cache, keys: Sequence[str], pages: list[list[Data]]) -> int:
-    """Store as many leading pages as there is room for now; how many."""
-    with cache.reserve_keys(0, names(keys), wait_ms=STORE_MS) as held:
-        for number in range(held.pages):
-            held.write(0, number, pages[number])
-        return held.commit()
+    def _store(self, cache: Cache, keys: Sequence[str], pages: Any) -> int:
+        """Store as many leading pages as there is room for now; how many."""
+        with cache.reserve_keys(0, names(keys), wait_ms=STORE_MS) as held:
+            for number in range(held.pages):
+                held.write(0, number, pages[number])
+            return held.commit()
 
 
 class QuickTurns:

@@ -37,6 +37,12 @@ def count() -> int:
     return _Seen.count
 
 
+def flushed() -> None:
+    """SGLang has dropped all of its KV, where nothing of HiCache's says so."""
+    _Seen.count += int(_Seen.stale)
+    _Seen.stale = False
+
+
 def watch() -> None:
     """Count from now on; raises bad_request where this release of SGLang changes weights in other ways.
 
