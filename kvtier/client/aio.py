@@ -14,9 +14,10 @@ from kvtier import wire
 from kvtier.client.asynclink import AsyncLink
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached
-from kvtier.client.held import HeldLease, HeldReservation, adopted
+from kvtier.client.held import HeldLease, HeldReservation
 from kvtier.client.link import FAULTS, Away, Given, Identity, Steps
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Stretches, Target, registering, registering_kv
+from kvtier.client.share import adopted
 from kvtier.client.slots import Checks, Slots, Verify
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path

@@ -12,11 +12,12 @@ from typing import Self, TypeVar, cast
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached
-from kvtier.client.held import SLOW_BYTES_S, HeldLease, HeldReservation, adopted
+from kvtier.client.held import SLOW_BYTES_S, HeldLease, HeldReservation
 from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Given, Identity, Join, Start, Steps, Ticket, Wait
 from kvtier.client.moving import Stretches, registering, registering_kv
 from kvtier.client.putting import putting
+from kvtier.client.share import adopted
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
 from kvtier.client.syncmoving import Region, Transfer
