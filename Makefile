@@ -27,7 +27,8 @@ test: $(VENV)/.dev $(VENV)/.demo
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -n $(WORKERS) --dist loadfile -m 'not slow and not gpu'
 
 slow: $(VENV)/.dev $(VENV)/.demo
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -n $(WORKERS) --dist loadfile -m 'slow and not gpu'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -n $(WORKERS) --dist loadfile -m 'slow and not alone and not gpu'
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m 'slow and alone and not gpu'
 
 # Kills, operations and seconds by the hundreds and thousands; hours.
 long: $(VENV)/.dev

@@ -28,7 +28,7 @@ from tests import powercut
 
 __all__ = ["engines"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 def footprint(daemon: Daemon) -> dict[str, int]:

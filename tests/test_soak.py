@@ -175,6 +175,7 @@ def kept(host: Host, durable: set[int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(SECONDS + 400)
 def test_nothing_durable_is_lost_and_nothing_grows_while_everything_is_killed_in_turn(tmp_path: Path) -> None:
     """Engines, a peer and the daemon; bytes right, hits back in a minute, no slope in memory, files or descriptors."""
