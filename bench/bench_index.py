@@ -209,7 +209,7 @@ def ordered_dict(leaves: int, calls: int, seed: int) -> dict[str, Subject]:
 
 def memory(bench: Bench) -> None:
     """Resident bytes a page beside its key, each shape in a fresh process, every page with chain key and copy."""
-    count, prompts = (2_000, 20) if bench.tiny else (30_000, 100)
+    count, prompts = 2_000 if bench.tiny else 30_000, 100
     shapes = {
         f"{prompts} prompts of 20,000 tokens, turns of 2,048": (prompts, 20_000, 32),
         f"{count:,} suffixes of 256 tokens": (count, 256, 4),

@@ -24,8 +24,9 @@ from kvtier import config
 from kvtier.client import Client, page_keys
 from kvtier.demo.daemon import Daemon
 from kvtier.device.host import HostBuffer, HostDevice
-from kvtier.identity import CacheSpec
+from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.sizing.hardware import Hardware
+from kvtier.types import Kind
 from test_commands import ALL, ROOT, fences
 from vllmkit import PYTHON as VLLM
 from vllmkit import environment, needs_vllm
@@ -129,10 +130,10 @@ def told(line: str, folder: Path) -> list[str]:
 def classes(said: dict[str, Any]) -> list[tuple[str, str]]:
     """(module, class) of this package that a configuration names."""
     every = (said, *said.get("kv_connector_extra_config", {}).get("secondary_tiers", []))
-    named = [(each.get("kv_connector_module_path") or each.get("module_path"), each) for each in every]
-    return [
-        (module, each.get("kv_connector") or each.get("class_name") or each["type"]) for module, each in named if module
-    ]
+    modules = ("kv_connector_module_path", "module_path", "linker_module_path")
+    named = [(next((each[key] for key in modules if key in each), ""), each) for each in every]
+    names = ("kv_connector", "class_name", "linker", "type")
+    return [(module, next(each[key] for key in names if key in each)) for module, each in named if module]
 
 
 def test_engines_are_told_classes_that_there_are(tmp_path: Path) -> None:
@@ -140,11 +141,13 @@ def test_engines_are_told_classes_that_there_are(tmp_path: Path) -> None:
     root, seen = Path(importlib.import_module("kvtier").__file__ or "").parent.parent, set()
     for line in starting("vllm serve", "python -m sglang"):
         words = told(line, tmp_path)
-        assert words[-2] in {"--kv-transfer-config", "--hicache-storage-backend-extra-config"}
+        assert words[-2] in {
+            "--kv-transfer-config", "--hicache-storage-backend-extra-config", "--unified-cache-external-linker-config"
+        }  # fmt: skip
         for module, name in classes(json.loads(words[-1])):
             assert f"class {name}(" in (root / (module.replace(".", "/") + ".py")).read_text()
             seen.add(name)
-    assert seen == {"KvtierConnector", "KvtierSecondaryTier", "KvtierHiCache"}
+    assert seen == {"KvtierConnector", "KvtierSecondaryTier", "KvtierHiCache", "KvtierLinker"}
 
 
 PARSED = """
@@ -200,7 +203,7 @@ def test_settings_in_the_documents_are_taken(tmp_path: Path, page: str) -> None:
 def test_every_python_block_is_run_below() -> None:
     """One more block fails here until there is a test that runs it."""
     counts = {path.name: len(blocks(path.name, "python")) for path, kind, _ in fences() if kind == "python"}
-    assert counts == {"README.md": 1, "engines.md": 2, "gpu.md": 1}
+    assert counts == {"README.md": 1, "engines.md": 2, "gpu.md": 2}
 
 
 def run(text: str, space: dict[str, Any]) -> dict[str, Any]:
@@ -285,10 +288,34 @@ def test_the_shuttle_as_the_page_on_gpus_has_it(daemon: Daemon) -> None:
             "engine": engine, "engine_stream": 0, "kv_is_computed": engine.record(),
         }  # fmt: skip
         with mock.patch("kvtier.device.find.open_device", return_value=(HostDevice(), "")):
-            run(blocks("gpu.md", "python")[0], space)
+            run(blocks("gpu.md", "python")[1], space)
         with cache.match(keys).acquire(wait_ms=5000) as lease:
             assert lease.pages == pages
             for page in range(pages):
                 stored = lease.view(0, page)
                 assert np.array_equal(stored, engine_kv.page(block_ids[2 * page : 2 * page + 2]))
         space["shuttle"].close()
+
+
+def test_running_pages_as_the_page_on_gpus_has_them(tmp_path: Path) -> None:
+    """As written, on the CPU in a GPU's place: a prompt whose first page is cached, and pages that are decoded."""
+    spec = CacheSpec("m", b"f" * 16, "bfloat16", 16, (GroupSpec(Kind.FULL, layers=2, heads=2, cell_bytes=512),))
+    keys = [page_keys(spec, np.arange(16 * page, 16 * page + 16, dtype=np.int32)) for page in range(4)]
+    flags = ["--device-which=cpu", "--device-bytes=16MiB"]
+    with (
+        Daemon(tmp_path, host="16MiB", disk="16MiB", flags=flags) as daemon,
+        Client(daemon.socket, instance="engine", timeout_s=10.0) as client,
+    ):
+        cache = client.open(spec)
+        with cache.match(keys[0]).reserve(0, 1) as held:
+            held.write(0, 0, np.ones(spec.groups[0].item_bytes, np.uint8))
+            assert held.commit() == 1
+        assert client.map_device()
+        run(
+            blocks("gpu.md", "python")[0],
+            {
+                "cache": cache, "prompt": keys[:1], "keys_of_whole_pages": b"".join, "pages": 3,
+                "full_pages": list(enumerate(keys))[1:], "stream": HostDevice().stream(),
+            },
+        )  # fmt: skip
+        assert cache.match(b"".join(keys)).pages == 4
