@@ -23,6 +23,8 @@ from tests.storekit import MIB, storing
 traced = pytest.mark.skipif(not powercut.works(), reason="needs strace, and leave to trace")
 KILLS = int(os.environ.get("KVTIER_KILLS", "50"))
 """Rounds of the slow kill -9 tests."""
+CUTS = int(os.environ.get("KVTIER_CUTS", "200"))
+"""Rounds of the slow power cuts."""
 
 
 def heard(*texts: str) -> dict[int, int]:
@@ -75,7 +77,7 @@ async def cuts(home: Path, rounds: int, *fault: str, seed: int = 1) -> list[str]
 
 
 @traced
-@pytest.mark.parametrize("rounds", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("rounds", [30, pytest.param(CUTS, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 async def test_what_the_daemon_called_durable_survives_power_cuts(tmp_path: Path, rounds: int) -> None:
     """Unsynced sectors may be there or not: every promise is kept and everything that is served is whole."""
     assert await cuts(tmp_path, rounds) == []
