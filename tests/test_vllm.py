@@ -258,7 +258,7 @@ def kept(engine: Engine, prompts: list[list[int]], cached: list[int]) -> None:
 
 def wait_for(true: Any, engine: Engine) -> None:
     """Wait until the engine has found the daemon again."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline, engine.log.read_text()[-2000:]
         time.sleep(0.5)
