@@ -109,11 +109,11 @@ def requests() -> list[Request]:
         Request("few-shot", f"question {n}", -1, f"{EXAMPLES}Note: {question} Answer:", 3)
         for n, question in enumerate(QUESTIONS, 1)
     ]
-    out += [Request("fork", f"seed {seed}", -1, STORY, 8, seed) for seed in SEEDS]
+    out += [Request("fork", f"seed {seed}", -1, STORY, 6, seed) for seed in SEEDS]
     return out
 
 
 def _turn(part: str, label: str, parent: int, question: str) -> Request:
     """A question of the chat, after the answer to the one before."""
     opening = SYSTEM if parent < 0 else END  # the answer was cut short: close it
-    return Request(part, label, parent, f"{opening}{USER}{question}{END}{ASSISTANT}", 6)
+    return Request(part, label, parent, f"{opening}{USER}{question}{END}{ASSISTANT}", 4)
