@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,6 +54,20 @@ def make_model(folder: Path, kind: str = "llama", seed: int = 0) -> Path:
     command = [PYTHON, ROOT / "tests" / "vllm_side" / "models.py", folder, kind, str(seed)]
     subprocess.run(command, check=True, env=environment(), capture_output=True, timeout=vllmkit.START_S)
     return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of full attention."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One daemon for all tests, as an engine's processes take long to start."""
+    with Daemon(tmp_path_factory.mktemp("home"), host="256MiB", disk="256MiB") as running:
+        yield running
+        assert running.stop() == 0, running.log.read_text()[-2000:]
 
 
 class Engine(vllmkit.Engine):

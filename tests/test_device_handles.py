@@ -17,6 +17,7 @@ from kvtier import wire
 from kvtier.client.arenas import Arenas
 from kvtier.client.device import MappedDevice
 from kvtier.client.link import Identity
+from kvtier.store.kvregions import KvRegion
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Code, KvtierError
 from storekit import KINDS, maker, storing, until
@@ -44,13 +45,19 @@ def noting(memory: Any, freed: list[Any], *, fails: bool = False) -> None:
     memory.free = freeing
 
 
+async def opened(owner: Owner) -> tuple[Engine, KvRegion]:
+    """An engine that has registered its KV, and that as the daemon has it."""
+    engine = await owner.open()
+    (region,) = engine.process.instance.kv.values()
+    return engine, region
+
+
 async def test_memory_is_unmapped_when_unregister_answers(kind: str):
     """An engine may free its KV after the answer: what another process still maps must not be freed."""
     device, freed = hanging(kind, 8), list[Any]()
     async with over(lambda: device, 8) as store:
         owner = Owner(store, device)
-        engine = await owner.open()
-        (region,) = engine.process.instance.kv.values()
+        engine, region = await opened(owner)
         noting(region.memory[0], freed)
         await engine.call(wire.Unregister(owner.region))
         assert len(freed) == 1
@@ -62,8 +69,7 @@ async def test_an_unregister_that_leaves_memory_mapped_says_so(kind: str):
     device, freed = hanging(kind, 9), list[Any]()
     async with over(lambda: device, 8) as store:
         owner = Owner(store, device)
-        engine = await owner.open()
-        (region,) = engine.process.instance.kv.values()
+        engine, region = await opened(owner)
         (first,) = region.memory
         second = SimpleNamespace(free=lambda: None)
         region.memory.append(second)
@@ -81,9 +87,8 @@ async def test_memory_that_a_sick_shuttle_may_still_use_stays_mapped(kind: str):
     device, freed = hanging(kind, 10), list[Any]()
     async with over(lambda: device, 8) as store:
         owner = Owner(store, device)
-        engine = await owner.open()
+        engine, region = await opened(owner)
         await owner.put(b"".join(np.full(2, n, "<i4").tobytes() for n in range(4)), [0, 1, 2, 3])
-        (region,) = engine.process.instance.kv.values()
         (shuttle,) = region.shuttles.values()
         noting(region.memory[0], freed)
         shuttle.sick = "interrupted"

@@ -16,24 +16,12 @@ import pytest
 from kvtier import wire
 from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
-from sglangkit import PAGE, WHOLE, Engine, config, make_model, needs_sglang, same, spoil, until
+from sglangkit import PAGE, WHOLE, Engine, config, home, model, needs_sglang, same, spoil, until
 from vllmkit import prompt, texts
 
+__all__ = ["home", "model"]
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_sglang]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers of full attention."""
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One daemon for all tests, as an engine's processes take long to start."""
-    with Daemon(tmp_path_factory.mktemp("home"), host="256MiB", disk="256MiB") as running:
-        yield running
-        assert running.stop() == 0, running.log.read_text()[-2000:]
 
 
 @pytest.fixture(scope="module")

@@ -12,27 +12,15 @@ from typing import Any
 import pytest
 
 from kvtier.demo.daemon import Daemon
-from sglangkit import PAGE, WHOLE, Engine, linker, make_model, needs_sglang, same, spoil, until
+from sglangkit import PAGE, WHOLE, Engine, home, linker, model, needs_sglang, same, spoil, until
 from vllmkit import prompt, texts
+
+__all__ = ["home", "model"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_sglang]
 
 OF = [3, 4, 9, 1, 12, 7]
 TO = [2, 10, 5, 6, 8, 14]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four layers of full attention."""
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """One daemon for all tests, as an engine's processes take long to start."""
-    with Daemon(tmp_path_factory.mktemp("home"), host="256MiB", disk="256MiB") as running:
-        yield running
-        assert running.stop() == 0, running.log.read_text()[-2000:]
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,7 @@ class Catalogue:
         Raises lmdb.Error, OSError; what is stored stays as it is, then and at any instant of a power cut.
         """
         fresh = self.path / "fresh"
-        shutil.rmtree(fresh, ignore_errors=True)
+        self.drop_fresh()
         fresh.mkdir(mode=0o700)
         with self._remap:
             self._ready()
@@ -211,7 +211,7 @@ class Catalogue:
         with self._closed():
             (fresh / "data.mdb").replace(self.path / "data.mdb")
             self._unnamed = True
-        shutil.rmtree(fresh, ignore_errors=True)
+        self.drop_fresh()
         self._name()
 
     def drop_fresh(self) -> None:
