@@ -11,7 +11,7 @@ from typing import Final
 import click
 
 from kvtier import __version__
-from kvtier.control.call import SECONDS, Call, Data, Group, verb
+from kvtier.control.call import SECONDS, Call, Data, Group, verb, waiting
 
 
 class Lazy(Group):
@@ -119,7 +119,7 @@ def ping(call: Call, show: bool, count: int) -> Data:
 
 
 @main.command()
-@click.option("--wait", "wait_s", type=SECONDS, default=600.0, show_default=True, help="Seconds to wait.")
+@waiting(600.0)
 @verb
 def check(call: Call, show: bool, wait_s: float) -> Data:
     """Check the daemon's invariants now; exit code 1 when one is broken.

@@ -18,6 +18,7 @@ REFUSED: Final = 1
 NO_DAEMON: Final = 2
 MOST_S: Final = 1e6
 
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 Data = dict[str, Any]
 
@@ -44,6 +45,11 @@ class Seconds(Param):
 
 
 SECONDS: Final = Seconds()
+
+
+def waiting(default_s: float, text: str = "Seconds to wait.") -> Callable[[F], F]:
+    """The option `--wait` of a verb, which gets `wait_s`."""
+    return click.option("--wait", "wait_s", type=SECONDS, default=default_s, show_default=True, help=text)
 
 
 class Admin:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from kvtier import views, wire
-from kvtier.control.call import SECONDS, Call, Data, verb
+from kvtier.control.call import Call, Data, verb, waiting
 from kvtier.control.progress import ask_long
 from kvtier.types import bad
 
-WAIT = click.option("--wait", "wait_s", type=SECONDS, default=600.0, show_default=True, help="Seconds to wait.")
+WAIT = waiting(600.0)
 
 
 @click.group(invoke_without_command=True)

@@ -6,7 +6,7 @@ import click
 
 from kvtier import views, wire
 from kvtier.control.address import load_tokenizer, prompt
-from kvtier.control.call import SECONDS, Call, Data, verb
+from kvtier.control.call import Call, Data, verb, waiting
 from kvtier.control.cost import priced, total
 from kvtier.control.progress import ask_long
 from kvtier.types import Tier, bad
@@ -112,7 +112,7 @@ def pins(call: Call, show: bool) -> Data:
 
 
 @click.command()
-@click.option("--wait", "wait_s", type=SECONDS, default=60.0, show_default=True, help="Seconds to wait.")
+@waiting(60.0)
 @verb
 @prompt
 def prefetch(call: Call, show: bool, of: wire.Prompt, wait_s: float) -> Data:
@@ -128,7 +128,7 @@ def prefetch(call: Call, show: bool, of: wire.Prompt, wait_s: float) -> Data:
 @click.option(
     "--from", "tier", default="host", show_default=True, help="device, host: slower tiers keep it; all: it is gone."
 )
-@click.option("--wait", "wait_s", type=SECONDS, default=60.0, show_default=True, help="Seconds to wait for the disk.")
+@waiting(60.0, "Seconds to wait for the disk.")
 @verb
 @prompt
 def evict(call: Call, show: bool, of: wire.Prompt, tier: str, wait_s: float) -> Data:

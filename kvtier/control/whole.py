@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvtier import views, wire
-from kvtier.control.call import SECONDS, Call, Data, verb
+from kvtier.control.call import Call, Data, verb, waiting
 from kvtier.control.progress import ask_long
 from kvtier.types import bad
 
@@ -37,7 +37,7 @@ def _list(call: Call, show: bool) -> Data:
 
 @caches.command("rm")
 @click.argument("cache")
-@click.option("--wait", "wait_s", type=SECONDS, default=600.0, show_default=True, help="Seconds to wait.")
+@waiting(600.0)
 @verb
 def remove(call: Call, show: bool, cache: str, wait_s: float) -> Data:
     """Empty a cache, named by the beginning of its id; one that no engine has open is forgotten."""
@@ -51,7 +51,7 @@ def remove(call: Call, show: bool, cache: str, wait_s: float) -> Data:
 @click.option("--scope", default="", help="Trust scope, such as uid:1000.")
 @click.option("--adapter", default="", help="Adapter (LoRA) of the caches.")
 @click.option("--tenant", default="", help="The tenant's salt, in hex.")
-@click.option("--wait", "wait_s", type=SECONDS, default=600.0, show_default=True, help="Seconds to wait.")
+@waiting(600.0)
 @verb
 def purge(call: Call, show: bool, scope: str, adapter: str, tenant: str, wait_s: float) -> Data:
     """Empty every cache of a trust scope, an adapter or a tenant; what is given must all fit."""
@@ -93,7 +93,7 @@ def _add_text(nodes: list[dict[str, Any]], folder: str) -> None:
 
 
 @click.command()
-@click.option("--wait", "wait_s", type=SECONDS, default=60.0, show_default=True, help="Seconds to wait.")
+@waiting(60.0)
 @verb
 def flush(call: Call, show: bool, wait_s: float) -> Data:
     """Wait until everything committed is durable."""
