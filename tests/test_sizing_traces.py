@@ -103,6 +103,15 @@ def test_equal_ids_under_different_parents_are_different_blocks(tmp_path):
     assert hit_curve(load_trace([tmp_path / "t.jsonl"])).hits[-1] == 0
 
 
+def test_recorded_sessions_may_each_begin_their_own_time(tmp_path):
+    """Recordings joined one after the other: the second session's first request comes at 0 again."""
+    steps = np.array([0, 40_000, -40_000, 25_000][: len(PATHS)] + [0] * (len(PATHS) - 4), np.int32)
+    (tmp_path / "t.npz").write_bytes(npz(dt_ms=steps))
+    trace = load_trace([tmp_path / "t.npz"])
+    assert list(trace.time_s[:4]) == [0, 40, 0, 25][: len(PATHS)]
+    assert trace.seconds == 40
+
+
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=12))
 def test_json_lines_and_npz_agree(tmp_path_factory, paths):
     """Any requests have the same curve from both."""
