@@ -33,6 +33,7 @@ from kvtier.server import Limits, Server
 from kvtier.server.home import Home
 from kvtier.server.listener import PathLock
 from kvtier.store import Store
+from kvtier.store.scrub import Pace
 from kvtier.store.vram import DeviceMemory
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
@@ -44,7 +45,7 @@ KEEP_BYTES: Final = 64 << 20
 must be faulted in again (200,000 tokens: 0.3 instead of 1.5 ms)."""
 SWITCH_S: Final = 1e-4
 """At the default of 5 ms a worker thread gets the interpreter back some 180 times a second beside a busy loop."""
-SCRUB_BYTES_S: Final = 16 << 20
+SCRUB: Final = Pace(16 << 20, 3600.0)
 """A terabyte of disk is re-read in 18 hours, at a hundredth of what the device can do."""
 GRACE_S: Final = 5.0
 """Seconds after the drain at which the process ends whatever its threads do."""
@@ -68,9 +69,7 @@ def build_store(config: Config, loop: asyncio.AbstractEventLoop) -> Store:
         device = DeviceMemory(make, config.device.bytes, slab_bytes=config.host.slab_bytes, folder=state_path())
     near = device.carrier.node if device is not None else None
     host = HostTier(budget, slab_bytes=config.host.slab_bytes, prefault=config.host.prefault, near=near)
-    store = Store(
-        host, disk, cap=config.caps.instance, version=__version__, scrub_bytes_s=SCRUB_BYTES_S, ways=ways, device=device
-    )
+    store = Store(host, disk, cap=config.caps.instance, version=__version__, scrub=SCRUB, ways=ways, device=device)
     store.limit(parse(config.quotas, size))
     return store
 

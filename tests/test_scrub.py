@@ -13,11 +13,12 @@ from engines import FULL, STATE, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.metrics import METRICS
 from kvtier.store import Store, scrub
-from kvtier.store.scrub import Place
+from kvtier.store.scrub import Pace, Place
 from kvtier.types import Tier
 from storekit import drop_host, memfd, quiet, rows, storing, until
 
 KEYS = tokens(*range(1, 9))
+FAST = Pace(1e9, 0.0)
 
 
 async def filled(store: Store) -> Engine:
@@ -31,8 +32,8 @@ async def filled(store: Store) -> Engine:
 
 async def sweep(store: Store) -> None:
     """One whole round."""
-    for place in list(store.scrub.places()):
-        await store.scrub.check(place)
+    async for batch in store.scrub.batches():
+        await store.scrub.check(batch)
 
 
 def rot_host(engine: Engine, page: int) -> None:
@@ -114,8 +115,8 @@ async def test_rot_in_host_that_somebody_reads_and_no_tier_has_right_is_given_to
             rot_disk(tmp_path, 3)
         lease = await engine.call(wire.Acquire((await engine.match(KEYS)).handle))
         rot_host(engine, 3)
-        for place in list(store.scrub.places((Tier.HOST,))):
-            await store.scrub.check(place)
+        async for batch in store.scrub.batches((Tier.HOST,)):
+            await store.scrub.check(batch)
         await until(lambda: not store.parts.loads.mending)
         assert (await engine.match(KEYS)).pages == 3
         assert store.parts.host.pools[0].used(0) == 8
@@ -188,8 +189,9 @@ async def test_a_copy_that_two_readers_find_rotten_is_lost_once(tmp_path: Path) 
         await engine.call(wire.Flush())
         cache = store.parts.caches[engine.opened.cache]
         flip(tmp_path, content(KEYS[: 4 * 8], 1, cache.item_bytes[1]).tobytes()[:4096])
-        place = next(p for p in store.scrub.places((Tier.DISK,)) if (p.group, p.page) == (1, 3))
-        await asyncio.gather(store.scrub.check(place), store.scrub.check(place))
+        places = [place async for batch in store.scrub.batches((Tier.DISK,)) for place in batch]
+        twice = [place for place in places if (place.group, place.page) == (1, 3)]
+        await asyncio.gather(store.scrub.check(twice), store.scrub.check(twice))
         assert store.parts.counts["load_checksum"] == 1
         assert store.parts.check() == []
         engine.leave()
@@ -201,14 +203,14 @@ async def test_a_copy_that_cannot_be_checked_does_not_end_the_scrub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The round goes on with the next one, and others follow."""
-    async with storing(tmp_path, scrub_bytes_s=1e9) as store:
+    async with storing(tmp_path, scrub=FAST) as store:
         check, failed = store.scrub.check, []
 
-        async def once(place: Place) -> int:
+        async def once(batch: list[Place]) -> tuple[int, int]:
             if not failed:
-                failed.append(place)
+                failed.append(batch)
                 raise RuntimeError("injected")
-            return await check(place)
+            return await check(batch)
 
         monkeypatch.setattr(store.scrub, "check", once)
         monkeypatch.setattr(scrub, "REST_S", 0.01)
@@ -216,12 +218,41 @@ async def test_a_copy_that_cannot_be_checked_does_not_end_the_scrub(
         await until(lambda: failed and store.parts.counts["scrubbed_bytes"], 30.0)
 
 
-@pytest.mark.parametrize("rate", [1e9])
-async def test_it_runs_by_itself(tmp_path: Path, rate: float) -> None:
+async def test_it_runs_by_itself(tmp_path: Path) -> None:
     """A started store scrubs until it is drained."""
-    async with storing(tmp_path, scrub_bytes_s=rate) as store:
+    async with storing(tmp_path, scrub=FAST) as store:
         await filled(store)
         rot_disk(tmp_path, 2)
         async with asyncio.timeout(30):
             while not store.parts.counts["load_checksum"]:
                 await asyncio.sleep(0.01)
+
+
+async def test_a_small_cache_is_not_read_over_and_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an idle daemon reads again takes processor time and bandwidth from the engine beside it."""
+    monkeypatch.setattr(scrub, "REST_S", 0.0)
+    monkeypatch.setattr(scrub, "BATCH_BYTES", 4000)
+    async with storing(tmp_path, scrub=Pace(1e9, 1.6)) as store:
+        await filled(store)
+        before = store.parts.counts["scrubbed_bytes"]
+        await asyncio.sleep(0.4)
+        assert 0 < store.parts.counts["scrubbed_bytes"] - before <= 8 * 4000  # of 16 copies in 1.6 s
+
+
+async def test_small_copies_are_read_many_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job of the mover costs the loop more than reading a small item does, of a keyed cache too."""
+    jobs = []
+    async with storing(tmp_path) as store:
+        engine = await filled(store)
+        run = store.parts.mover.run
+
+        async def counted(*args: object, **more: object) -> object:
+            jobs.append(args)
+            return await run(*args, **more)
+
+        monkeypatch.setattr(store.parts.mover, "run", counted)
+        await sweep(store)
+        assert store.parts.counts["scrubbed_bytes"] == 2 * 8 * 4000
+        assert len(jobs) == 2
+        engine.leave()
+        assert idle(store) == []

@@ -29,7 +29,7 @@ from kvtier.store.peers import Peers
 from kvtier.store.pins import Pins
 from kvtier.store.report import Report
 from kvtier.store.routing import Routing
-from kvtier.store.scrub import Scrub
+from kvtier.store.scrub import Pace, Scrub
 from kvtier.store.tokens import Tokens
 from kvtier.store.upkeep import Upkeep
 from kvtier.store.visits import Visits
@@ -47,7 +47,7 @@ class Store(Attached):
     """Caches of one host over its tiers.
 
     `cap` is the share of the host arena that one instance may hold in leases and reservations, so that a stopped
-    engine starves nobody. `scrub_bytes_s` is how fast copies are re-read in the background; 0: not at all.
+    engine starves nobody. `scrub` is how fast copies are re-read in the background; None: not at all.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Store(Attached):
         *,
         cap: float = 0.5,
         version: str = "",
-        scrub_bytes_s: float = 0.0,
+        scrub: Pace | None = None,
         ways: Ways | None = None,
         device: DeviceMemory | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class Store(Attached):
         upkeep = Upkeep(self.parts, operate, self.scrub, self.checkup)
         self.visits = Visits(self.parts)
         exports, imports = Exports(self.parts, self.visits), Imports(self.parts, self.visits)
-        self._scrub_bytes_s = scrub_bytes_s
+        self._pace = scrub
         self._background: list[asyncio.Task[None]] = []
         self.verbs: Mapping[type[wire.Message], Verb] = {
             wire.Open: self.open,
@@ -136,8 +136,8 @@ class Store(Attached):
         self.loading = loop.create_task(self.parts.restore.run())
         self._background.append(loop.create_task(self.checkup.run()))
         self._background.append(loop.create_task(self.parts.ways.quotas.run()))
-        if self._scrub_bytes_s:
-            self._background.append(loop.create_task(self.scrub.run(self._scrub_bytes_s)))
+        if self._pace is not None:
+            self._background.append(loop.create_task(self.scrub.run(self._pace)))
         if self.parts.disk is not None:
             self._background.append(loop.create_task(self.parts.warmth.run()))
         if self.parts.peers is not None:

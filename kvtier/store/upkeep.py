@@ -74,12 +74,12 @@ class Upkeep:
         before = self._lost()
         copies = size = 0
         complete = True
-        for place in self.scrub.places((Tier.DISK,), caches):
+        async for batch in self.scrub.batches((Tier.DISK,), caches):
             if asyncio.get_running_loop().time() > deadline:
                 complete = False
                 break
-            read = await self.scrub.check(place)
-            copies, size = copies + bool(read), size + read
+            more, read = await self.scrub.check(batch)
+            copies, size = copies + more, size + read
         lost = self._lost() - before
         return wire.Info({"copies": copies, "read_bytes": size, "lost": lost, "healthy": complete})
 
