@@ -9,7 +9,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from kvtier.types import NO_COPY, Tier
 
 STEAL_TRIES = 4
 BARREN_S = 1.0
-AHEAD = 16
-"""Items a slice: half a millisecond."""
+AHEAD_S: Final = 3e-4
+"""A slice of evictions that nobody waits for; a good part of a long leaf at a time is cheaper than a few pages."""
 MAX_UNSAVED = 64
 """So many leaves that disk refuses are passed over in search of one that it has."""
 
@@ -147,8 +147,8 @@ class Space:
     def _make_ahead(self, pool: SlotPool) -> None:
         """One slice, and another until the low mark is reached or nothing goes."""
         self._ahead.discard(pool)  # whatever a policy raises, there is a next time
-        wanted = [min(AHEAD, n) for n in self._over(pool, 2 * self.ways.high_water - 1)]
-        if any(wanted) and self.evict(pool, wanted):
+        wanted = self._over(pool, 2 * self.ways.high_water - 1)
+        if any(wanted) and self.evict(pool, wanted, slice_s=AHEAD_S):
             self.counts["slices_ahead"] += 1
             self._ahead.add(pool)
             asyncio.get_running_loop().call_soon(self._make_ahead, pool)
@@ -312,10 +312,11 @@ class Space:
         left = slab.used
         try:
             while left > 0:
-                needs[slab.group] = min(AHEAD, left)
-                if not self.evict(donor, needs):
+                before = donor.used(slab.group)
+                needs[slab.group] = -(-left // donor.shape.slots_per_item[slab.group])
+                if not self.evict(donor, needs, slice_s=AHEAD_S):
                     break
-                left -= AHEAD
+                left -= before - donor.used(slab.group)
                 await asyncio.sleep(0)
             for cache in [c for c in self.caches.values() if c.pools.get(self.tier) is donor]:
                 async for node in sliced(cache.index.walk()):
