@@ -92,7 +92,7 @@ class Writer(NamedTuple):
 class Process:
     """One connected process of an instance."""
 
-    __slots__ = ("born", "device", "events", "instance", "left", "notify", "peer", "ranks")
+    __slots__ = ("born", "device", "ended", "events", "instance", "left", "notify", "peer", "ranks")
 
     def __init__(
         self, born: int, instance: Instance, peer: Any, notify: Callable[[Message], None], *, events: bool
@@ -109,6 +109,8 @@ class Process:
         """It has shown that it maps the device's memory."""
         self.left = False
         """Its connection is closed without Bye; it may still touch its slots until its pidfd says it ended."""
+        self.ended = asyncio.Event()
+        """Set when that says so, also while requests of it are in flight."""
 
 
 class Instance:
