@@ -65,26 +65,32 @@ async def direct(
     home: Path, disk: Path | None = None, cache: CacheSpec = SPEC, host: int = HOST
 ) -> AsyncIterator[Pair]:
     """The tier `direct` with one peer, `far`, in this process."""
-    secrets = read(write_secrets(home / "secrets", ["uid:0"]))
-    ports = dict(zip(("near", "far"), free_ports(2), strict=True))
-    nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
-    async with storing(disk, host) as far:
-        served = Home(far, Terms("far", secrets, PATIENCE_S), nodes["far"], Fame())
-        served.start()
-        tier = Direct(nodes, Terms("near", secrets, PATIENCE_S))
-        tier.start()
+    async with storing(disk, host) as far, near(home, far) as (tier, secrets):
 
         def lose() -> None:
             for kept in list(far.parts.caches.values()):
                 far.parts.retire(kept)
 
-        try:
-            await until(lambda: tier.status()[0]["up"])
-            yield Pair(tier, far, tier.shared(cache, "uid:0", 0), secrets, "far", lose)
-            await until(lambda: idle(far) == [])
-        finally:
-            await tier.close()
-            await served.close()
+        yield Pair(tier, far, tier.shared(cache, "uid:0", 0), secrets, "far", lose)
+        await until(lambda: idle(far) == [])
+
+
+@contextlib.asynccontextmanager
+async def near(home: Path, far: Store) -> AsyncIterator[tuple[Direct, Secrets]]:
+    """The tier of another host that has `far` as its one peer."""
+    secrets = read(write_secrets(home / "secrets", ["uid:0"]))
+    ports = dict(zip(("near", "far"), free_ports(2), strict=True))
+    nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
+    served = Home(far, Terms("far", secrets, PATIENCE_S), nodes["far"], Fame())
+    served.start()
+    tier = Direct(nodes, Terms("near", secrets, PATIENCE_S))
+    tier.start()
+    try:
+        await until(lambda: tier.status()[0]["up"])
+        yield tier, secrets
+    finally:
+        await tier.close()
+        await served.close()
 
 
 @contextlib.asynccontextmanager

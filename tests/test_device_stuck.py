@@ -113,9 +113,9 @@ async def test_a_load_that_is_stuck_is_never_answered(kind: str):
         await engine.still()
         waits, forever = asyncio.Event(), store.parts.forever
 
-        async def noted() -> None:
+        async def noted(process: Any) -> None:
             waits.set()
-            await forever()
+            await forever(process)
 
         store.parts.forever = noted
         device.stuck = True
@@ -130,6 +130,31 @@ async def test_a_load_that_is_stuck_is_never_answered(kind: str):
         assert not loading.done()
         assert (await engine.match(KEYS)).pages == PAGES
     assert isinstance(await settled(loading), KvtierError | asyncio.CancelledError)
+    device.stuck = False
+
+
+async def test_a_load_that_is_stuck_ends_with_its_process(kind: str):
+    """Then nobody has the memory that the device may still write: what the engine held returns."""
+    device = hanging(kind, 1)
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store, device)
+        engine = await owner.open()
+        lease = await owner.leased(KEYS)
+        await engine.still()
+        device.stuck = True
+        hasten(store)
+        loading = asyncio.ensure_future(owner.load(lease))
+        await until(lambda: store.parts.vram.state == "sick")
+        loading.cancel()
+        await asyncio.sleep(0.01)
+        assert not loading.done()
+        store.ended(engine.process)
+        async with asyncio.timeout(20):
+            assert isinstance(await settled(loading), KvtierError | asyncio.CancelledError)
+        engine.leave(clean=False)
+        assert not store.parts.instances
+        (cache,) = store.parts.caches.values()
+        assert not cache.index.root.refs
     device.stuck = False
 
 

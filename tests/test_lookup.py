@@ -24,7 +24,8 @@ from kvtier.store.upkeep import flushed
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.slab import SlotState
-from kvtier.types import Tier
+from kvtier.types import NO_COPY, Tier
+from peerkit import given, near
 from storekit import MIB, drop_host, memfd, quiet, rows, storing
 
 OTHERS = 700
@@ -334,3 +335,116 @@ async def test_pages_freed_while_loading_give_their_cells_back(tmp_path: Path, g
         engine.leave()
         await quiet(store)
         assert idle(store) == []
+
+
+async def few(path: Path) -> list[bytes]:
+    """Store some short prompts; which."""
+    keys = [tokens(9000 + n, 1, 2, n) for n in range(20)]
+    async with storing(path, host=16 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        for each in keys:
+            await engine.put(each)
+        await quiet(store)
+        engine.leave()
+    return keys
+
+
+def wrong_sums(store: Store) -> list[int]:
+    """Pages in host whose bytes are not those of their checksums."""
+    (cache,) = store.parts.caches.values()
+    return [
+        node.depth + at
+        for node in cache.index.walk()
+        for at in range(node.pages)
+        if (handle := cache.index.get(node, at, Tier.HOST, 0)) != NO_COPY
+        and digest(cache.views(0, handle)) != node.sums[0][at]
+    ]
+
+
+async def computed(engine: Engine, path: bytes, reserved: wire.Reserved, **more: bytes) -> int:
+    """Commit pages that differ from what disk has, as those that are computed again may; how many are served."""
+    engine.tag = b"in its last bits"
+    engine.write(path, reserved)
+    return (await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages, **more))).published
+
+
+async def test_what_is_named_as_it_runs_is_not_stored_again_before_the_catalogue_is_loaded(
+    tmp_path: Path, gate: Gate
+) -> None:
+    """Its keys come with the commit, when nobody has looked for them: disk's bytes are those that are served."""
+    keys = (await few(tmp_path))[-1]
+    gate.after = 2
+    async with starting(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        handle = (await engine.match(b"")).handle
+        reserved = await engine.call(wire.Reserve(handle, 0, 4, running=True))
+        assert await computed(engine, keys, reserved, keys=keys) == 4
+        assert wrong_sums(store) == []
+        await engine.call(wire.Abort(reserved.reservation))
+        engine.tag = b""
+        assert await engine.get(keys) == 4
+        await gate.loaded(store)
+        engine.leave()
+
+
+async def test_what_was_stored_with_other_bytes_while_loading_keeps_its_checksums(tmp_path: Path, gate: Gate) -> None:
+    """An engine that does not wait until its path was looked up: disk's copy gives way to what it stored."""
+    keys = (await few(tmp_path))[-1]
+    gate.after = 2
+    async with starting(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        handle = (await engine.match(b"")).handle
+        late = store.verbs[wire.Match](engine.process, wire.Match(0, handle, keys))
+        reserved = await engine.call(wire.Reserve(handle, 0, 4))
+        assert await computed(engine, keys, reserved) == 4
+        await late
+        await gate.loaded(store)
+        assert wrong_sums(store) == []
+        assert await engine.get(keys) == 4
+        await quiet(store)
+        drop_host(store)
+        assert await engine.get(keys) == 4
+        await flushed(store.parts.disk)
+        assert store.parts.check() == []
+        engine.leave()
+
+
+async def test_a_run_whose_place_is_being_looked_for_is_found_by_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loader has it in hand for some turns of the loop: it is no miss, to be computed again, meanwhile."""
+    keys = await few(tmp_path)
+    held = asyncio.Event()
+    look, asked = restore.Restore._look, []
+
+    async def slowly(self: restore.Restore, *where: object) -> None:
+        asked.append(where)
+        if len(asked) == 1:
+            await held.wait()
+        await look(self, *where)
+
+    monkeypatch.setattr(restore.Restore, "_look", slowly)
+    async with starting(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        while not asked:
+            await asyncio.sleep(0)
+        assert [(await engine.match(each)).pages for each in keys] == [4] * len(keys)
+        held.set()
+        await store.loading
+        assert store.parts.counts["orphan_pages"] == 0
+        engine.leave()
+
+
+async def test_a_host_takes_nothing_from_peers_that_its_disk_has_before_the_catalogue_is_loaded(
+    tmp_path: Path, gate: Gate
+) -> None:
+    """What they computed may differ in its last bits; one page has one checksum."""
+    keys = (await few(tmp_path / "disk"))[-1]
+    gate.after = 2
+    async with starting(tmp_path / "disk") as store, near(tmp_path, store) as (tier, _):
+        assert await given(tier, tier.shared(spec(), "uid:0", 0), keys) == 0
+        await gate.loaded(store)

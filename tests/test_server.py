@@ -44,6 +44,7 @@ class SmallStore:
         self.gate = asyncio.Event()
         self.drained = asyncio.Event()
         self.moving = asyncio.Event()
+        self.dead = asyncio.Event()
         self.changed = asyncio.Event()
         self.verbs = {
             wire.Match: lambda _, msg: wire.Matched(1, len(msg.keys)),
@@ -79,6 +80,9 @@ class SmallStore:
 
     def gone(self, process: object, by: object = None) -> None:
         self.note("gone")
+
+    def ended(self, process: object) -> None:
+        self.dead.set()
 
     def register(self, msg: wire.Register, fd: int, peer: Any, process: Any) -> wire.Registered:
         if msg.name == "refused":
@@ -592,6 +596,7 @@ sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1])
 sock.sendall(wire.request_frame(wire.Hello(1, "child"), 1)); _, fds, _, _ = socket.recv_fds(sock, 4096, 9)
 if "fork" in sys.argv and os.fork() == 0:
     print(os.getpid(), flush=True); sys.stdin.read(); os._exit(0)
+if "load" in sys.argv: sock.sendall(wire.request_frame(wire.Load(1, 0, b""), 2))
 if "drop" in sys.argv: sock.close()
 if "map" in sys.argv: sock.close(); kept = mmap.mmap(fds[0], 1 << 16); os.close(fds[0])
 if "fork" not in sys.argv: print(os.getpid(), flush=True)
@@ -648,6 +653,28 @@ async def test_a_process_that_only_lost_its_connection_is_not_gone(world):
     assert ("gone",) not in world.store.log
     process.kill()
     async with asyncio.timeout(5):
+        await world.store.happened("gone")
+    await reap(process)
+
+
+@scene
+async def test_a_request_that_waits_for_the_end_of_its_process_hears_of_it(world):
+    """What nobody else can end, such as a load to a device that is stuck, does not keep what the process held."""
+
+    async def load(process: object, msg: wire.Load) -> wire.Loaded:
+        world.store.moving.set()
+        try:
+            await world.store.gate.wait()
+        except asyncio.CancelledError:
+            await world.store.dead.wait()
+            raise
+        return wire.Loaded(b"")
+
+    world.store.verbs[wire.Load] = load
+    process = await child(world, "load")
+    async with asyncio.timeout(5):
+        await world.store.moving.wait()
+        process.kill()
         await world.store.happened("gone")
     await reap(process)
 

@@ -44,6 +44,9 @@ class Owner(Protocol):
     def gone(self, process: Process, by: Process | None = None) -> None:
         """After an unclean leave: it can touch no slot any more; `by`: the same client's later session said so."""
 
+    def ended(self, process: Process) -> None:
+        """The process has ended; its connection may still have requests in flight."""
+
     def unheard(self, process: Process, numbers: list[int]) -> None:
         """Of a process that lost its connection: these leases and reservations were given and never heard of."""
 
@@ -194,6 +197,7 @@ class Sessions:
     def _died(self, session: Session) -> None:
         """The pidfd fired. The connection may outlive the process where a child inherited it."""
         session.dead = True
+        self._tell("ended", self._owner.ended, session.process)
         if session.peer.pidfd is not None:
             self._loop.remove_reader(session.peer.pidfd)
         if session.connection is not None:

@@ -80,6 +80,8 @@ class Taking:
         cache = self._parts.cache(shared.spec, shared.scope, 0)
         if cache.spec.keyed:
             return await self._more_keys(cache, route)
+        if self._parts.loading:
+            await self._parts.restore.path(cache, keys)
         start = cache.radix.match(keys, self._parts.now()).pages
         end = min(len(keys) // cache.index.stride, start + chunk_pages(cache.spec))
         if start == end:

@@ -90,6 +90,10 @@ class Attached:
         if clean:
             self.gone(process)
 
+    def ended(self, process: Process) -> None:
+        """A process has ended, of which requests may be in flight still: those that wait for no more than that go."""
+        process.ended.set()
+
     def gone(self, process: Process, by: Process | None = None) -> None:
         """A process touches no slot any more; with the last one everything of its instance returns.
 

@@ -36,6 +36,25 @@ class Commits:
 
     def commit(self, process: Process, msg: Commit) -> Committed | Awaitable[Committed]:
         """Count a process's shard of pages as written; replies after the checksum of those now complete."""
+        if msg.keys and self.parts.loading:
+            return _result(asyncio.ensure_future(self._commit_absent(process, msg)))
+        return self._commit(process, msg)
+
+    async def _commit_absent(self, process: Process, msg: Commit) -> Committed:
+        """The same once disk was asked for what is named: what it has is not stored again, with other bytes."""
+        res = self._find(process, msg.reservation)
+        if res is not None:
+            _check_names(res, msg)
+            index = res.cache.radix
+            path = [
+                *(node.edge for node in index.path(res.nodes[0])),
+                msg.keys[(res.named - msg.named) * index.stride :],
+            ]
+            await self.parts.restore.path(res.cache, b"".join(path))
+        reply = self._commit(process, msg)
+        return reply if isinstance(reply, Committed) else await reply
+
+    def _commit(self, process: Process, msg: Commit) -> Committed | Awaitable[Committed]:
         res = self._find(process, msg.reservation)
         if res is None:
             return Committed(process.instance.finished[msg.reservation])

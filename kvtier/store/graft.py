@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -171,7 +171,10 @@ def _graft_key(cache: Cache, run: Run) -> bool:
 
 
 def _put(cache: Cache, node: Node, run: Run, first: int, end: int) -> set[int]:
-    """Record the copies of pages [first, end) of the run that disk does not have; returns their pages."""
+    """Record the copies of pages [first, end) of the run that disk does not have; returns their pages.
+
+    What an engine stored meanwhile with other bytes stays as it is: it goes to disk, too, and has one checksum.
+    """
     used: set[int] = set()
     below: list[Node] = []
     up: Node | None = node
@@ -184,11 +187,15 @@ def _put(cache: Cache, node: Node, run: Run, first: int, end: int) -> set[int]:
         for group in range(cache.index.groups):
             column = each.at[Tier.DISK * cache.index.groups + group]
             held = column[lo - each.depth : hi - each.depth] if column else [NO_COPY] * (hi - lo)
+            others = _others(each, group, lo - each.depth, run.sums[group][part])
+            rows = enumerate(zip(run.cells[group][part], held, others, strict=True), lo - run.depth)
             handles = array(
                 "q",
                 [
-                    run.id << PAGE_BITS | at if cell != NO_COPY == have and run.live >> at & 1 else NO_COPY
-                    for at, (cell, have) in enumerate(zip(run.cells[group][part], held, strict=True), lo - run.depth)
+                    run.id << PAGE_BITS | at
+                    if cell != NO_COPY == have and run.live >> at & 1 and not other
+                    else NO_COPY
+                    for at, (cell, have, other) in rows
                 ],
             )
             mine = [handle & PAGE_MASK for handle in handles if handle != NO_COPY]
@@ -196,3 +203,12 @@ def _put(cache: Cache, node: Node, run: Run, first: int, end: int) -> set[int]:
                 used.update(mine)
                 cache.index.put(each, lo - each.depth, Tier.DISK, group, handles, run.sums[group][part])
     return used
+
+
+def _others(node: Node, group: int, at: int, sums: Sequence[int]) -> list[bool]:
+    """Per page from position `at` on: whether a faster tier has other bytes of it than those with these checksums."""
+    kept, there = node.sums[group], node.present(group, (Tier.DEVICE, Tier.HOST))[at : at + len(sums)]
+    if kept is None or not there.any():
+        return [False] * len(sums)
+    rows = zip(there.tolist(), kept[at : at + len(sums)], sums, strict=True)
+    return [has and mine != disks for has, mine, disks in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -91,7 +92,7 @@ class Writer(NamedTuple):
 class Process:
     """One connected process of an instance."""
 
-    __slots__ = ("born", "device", "events", "instance", "left", "notify", "peer", "ranks")
+    __slots__ = ("born", "device", "ended", "events", "instance", "left", "notify", "peer", "ranks")
 
     def __init__(
         self, born: int, instance: Instance, peer: Any, notify: Callable[[Message], None], *, events: bool
@@ -108,6 +109,8 @@ class Process:
         """It has shown that it maps the device's memory."""
         self.left = False
         """Its connection is closed without Bye; it may still touch its slots until its pidfd says it ended."""
+        self.ended = asyncio.Event()
+        """Set when that says so, also while requests of it are in flight."""
 
 
 class Instance:
@@ -214,11 +217,15 @@ class Instance:
         check_slices(cache.spec, msg, slices)
         if not msg.slices and msg.rank < 0:
             return Rank(WHOLE, slices, worker=False)
-        if any(bit == WHOLE if msg.slices else bit != WHOLE for bit in self.working(cache.number)):
+        return self._shard(cache.number, slices, whole=not msg.slices)
+
+    def _shard(self, cache: int, slices: tuple[Slice, ...], *, whole: bool) -> Rank:
+        """The shard of a worker among those that are known of a cache. Raises bad_request."""
+        if any((bit == WHOLE) != whole for bit in self.working(cache)):
             raise bad("slices", "slices where the instance's other ranks have them, none where they have none", slices)
-        if not msg.slices:
+        if whole:
             return Rank(WHOLE, slices, worker=True)
-        known = self.shards.setdefault(cache.number, [])
+        known = self.shards.setdefault(cache, [])
         for rank in known:
             if rank.slices == slices:
                 return rank
@@ -247,11 +254,17 @@ class Instance:
             now = self.writers[cache, rank.bit] = Writer(process, 0 if now is None else newest)
         return now.above if now.process is process else -1
 
-    def inherit(self, old: int, new: int) -> None:
-        """The workers of a cache write the same shards of its next epoch."""
-        for (number, bit), writer in list(self.writers.items()):
-            if number == old:
-                self.writers.setdefault((new, bit), writer)
+    def inherit(self, old: int, new: int, rank: Rank) -> Rank:
+        """The workers of a cache write the same shards of its next epoch; the one that a worker of the old has there.
+
+        Others may have opened it already, in another order: a bit says there what they hold. Raises bad_request.
+        """
+        for each in [*self.shards.get(old, ()), *([rank] if rank.bit == WHOLE else [])]:
+            with contextlib.suppress(KvtierError):  # it is cut up differently there, which those who open it hear of
+                again = self._shard(new, each.slices, whole=each.bit == WHOLE)
+                if (old, each.bit) in self.writers:
+                    self.writers.setdefault((new, again.bit), self.writers[old, each.bit])
+        return self._shard(new, rank.slices, whole=rank.bit == WHOLE) if rank.worker else rank
 
     def in_use(self, caches: Mapping[int, Cache]) -> set[int]:
         """Numbers of the caches that it has open; old epochs end where all is let go and a newer one is open."""

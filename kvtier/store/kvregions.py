@@ -257,17 +257,20 @@ class KvRegions:
             slots, host = self._slots(lease, msg, at, pages)
             chosen = blocks.reshape(pages, per)[at].reshape(-1)
             if len(at):
-                await self._scatter(region, Job(cache, msg.group, part, slots, chosen, host))
+                await self._scatter(process, region, Job(cache, msg.group, part, slots, chosen, host))
         self.counts["bytes_to_engine"] += len(at) * cache.item_bytes[msg.group]
         return Loaded(bytes(np.repeat(good, per).astype(np.uint8)))
 
-    async def _scatter(self, region: KvRegion, job: Job) -> None:
-        """Move to blocks; where the device is stuck there is no word, since nobody can say that it writes no more."""
+    async def _scatter(self, process: Process, region: KvRegion, job: Job) -> None:
+        """Move to blocks; where the device is stuck there is no word, since nobody can say that it writes no more.
+
+        But the process: once it has ended the memory is only mapped here, where it stays so, and nobody else's.
+        """
         try:
             with self.parts.ways.busy.moving("to_engine"):
                 await self._move(region, job, load=True)
         except Stuck:
-            await self.parts.forever()
+            await self.parts.forever(process)
             raise
 
     @staticmethod

@@ -216,10 +216,12 @@ class Parts:
             if len(self.caches) >= MAX_CACHES:
                 raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches are open or hold pages")
 
-    async def forever(self) -> None:
-        """Wait until the store closes, whatever happens to the waiting task."""
-        ended = asyncio.ensure_future(self._ended.wait())
-        await drained(ended)
+    async def forever(self, process: Process) -> None:
+        """Wait until the store closes or a process has ended, whatever happens to the waiting task."""
+        waits = [asyncio.ensure_future(ended.wait()) for ended in (self._ended, process.ended)]
+        await drained(asyncio.ensure_future(asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)))
+        for each in waits:
+            each.cancel()
 
     def check(self) -> list[str]:
         """Broken invariants of the whole store, in words."""

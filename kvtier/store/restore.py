@@ -41,6 +41,8 @@ class Restore:
         """A heap of parts of runs that hang below what other runs bring: where each begins, a number, the part."""
         self._sought: set[tuple[int, bytes]] = set()
         """What was looked up: the tier's number of the cache, and the name."""
+        self._hand: tuple[Cache, Run] | None = None
+        """The run that the loader has and nobody else finds, while its place is looked for."""
 
     async def run(self) -> None:
         """Index everything; ends when all is loaded."""
@@ -55,8 +57,9 @@ class Restore:
             if owner is None or owner.disk is None:
                 self._refuse(run, list(range(run.pages)))
                 continue
+            self._hand = owner, run
             await self._look(run.cache, run.parent, run.depth)
-            self._graft(owner, run)
+            self._put_down()
         await self._graft_late()
         await self._queue(owners)
         self._places.clear()
@@ -78,6 +81,13 @@ class Restore:
             self._places[number] = Places(cache.index.root, cache.id[:CHAIN_BYTES])
             owners[number] = cache
         return owners
+
+    def _put_down(self) -> bool:
+        """Index the run in hand; whether there was one."""
+        hand, self._hand = self._hand, None
+        if hand is not None:
+            self._graft(*hand)
+        return hand is not None
 
     def _graft(self, cache: Cache, run: Run) -> None:
         refused, rest = graft(cache, run, self._places[run.cache])
@@ -157,10 +167,11 @@ class Restore:
         return b"".join(parts)[: (end + 1) * CHAIN_BYTES]
 
     def _seek(self, cache: Cache, depth: int, parent: bytes, first: bytes) -> bool:
-        """Index the runs that begin with this page, unless that was done; whether there were any."""
+        """Index the runs that begin with this page, unless that was done; whether something was indexed."""
         disk, name = self.parts.disk, name_of(parent, first)
+        held = self._put_down()
         if (cache.disk, name) in self._sought or disk is None or cache.disk is None:
-            return False
+            return held
         if len(self._sought) < MOST_SOUGHT:
             self._sought.add((cache.disk, name))  # nothing is written to disk meanwhile: no more will be there
         found = disk.seek(cache.disk, depth, parent, first)
@@ -168,7 +179,7 @@ class Restore:
             self._graft(cache, run)
             run.keys = run.chains = b""
         self.parts.counts["runs_looked_up"] += len(found)
-        return bool(found)
+        return held or bool(found)
 
 
 def _first(late: list[tuple[int, int, Late]]) -> Iterator[Late]:

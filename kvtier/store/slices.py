@@ -32,12 +32,37 @@ def popped(stack: list[T]) -> Iterator[T]:
 
 
 def leaves(tops: list[Node]) -> Iterator[Node]:
-    """A leaf of some subtree, again and again until all of them were cut."""
-    while tops:
-        node = tops[-1]
+    """A leaf of some subtree, again and again until all of them were cut.
+
+    So is what a match has made of their beginnings meanwhile: a node above one that it split, one that others were
+    joined to.
+    """
+    for top, first in [(top, top.depth) for top in tops]:
+        yield from _leaves(top)
+        seen, beside = {top}, _beside(top, first)
+        while beside:
+            node = beside.pop()
+            if node not in seen:
+                seen.add(node)
+                yield from _leaves(node)
+                beside += _beside(node, first)
+
+
+def _leaves(top: Node) -> Iterator[Node]:
+    """The same of one, as it is."""
+    stack = [top]
+    while stack:
+        node = stack[-1]
         if node.dead:
-            tops.pop()
+            stack.pop()
         elif node.children:
-            tops += node.children.values()
+            stack += node.children.values()
         else:
             yield node
+
+
+def _beside(gone: Node, first: int) -> list[Node]:
+    """What may have pages from number `first` on that were in a node that is gone."""
+    up = gone.parent
+    above = [up] if up is not None and up.parent is not None and up.depth >= first else []
+    return [*(gone.children or {}).values(), *above]

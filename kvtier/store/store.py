@@ -226,12 +226,10 @@ class Store(Attached):
         """Weights changed: a new epoch begins, and nothing of the old one is served again, crash or not."""
         old = self.parts.opened(process, msg.cache)
         epoch = self.parts.epoch(old.base) if old.retired else old.epoch + 1
-        rank, shards = process.ranks[old.number], process.instance.shards.get(old.number, [])
+        rank = process.ranks[old.number]
         await self._supersede(self.parts.cache(old.spec, old.scope, epoch))
         cache = self.parts.cache(old.spec, old.scope, self.parts.epoch(old.base))  # a later one, where others reset too
-        process.ranks[cache.number] = rank
-        process.instance.shards.setdefault(cache.number, shards)
-        process.instance.inherit(old.number, cache.number)
+        process.ranks[cache.number] = process.instance.inherit(old.number, cache.number, rank)
         await asyncio.sleep(0)  # where the old one held little, all of that is free by now
         self.parts.prune()
         return self._opened(process, cache)
