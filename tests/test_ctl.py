@@ -257,6 +257,22 @@ def test_every_verb_has_help_and_json():
     assert __version__ in ctl("--version").stdout
 
 
+@pytest.mark.parametrize(("words", "code"), [((), 0), (("--count", "3"), 1)])
+def test_an_interrupt_is_how_top_ends(served, monkeypatch, words, code):
+    """The last reading is printed; where so many were asked for, it is cut off."""
+    where, _ = served
+    moments = iter(range(2))
+
+    def sleep(_: float) -> None:
+        if next(moments, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtier.control.top.time.sleep", sleep)
+    result = ctl(*where, "top", "--json", *words)
+    assert result.exit_code == code
+    assert ("tiers" if code == 0 else "error") in json.loads(result.stdout)
+
+
 def test_the_admin_socket_is_found_by_the_environment(served, daemon):
     """Where engines find the daemon, operators do."""
     del served
