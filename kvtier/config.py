@@ -29,6 +29,10 @@ SYSTEM_FILE: Final = Path("/etc/kvtier/kvtierd.toml")
 _SIZE = re.compile(r"(\d+)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 LIVE: Final = frozenset({"caps.instance", "caps.connections", "drain_s", "log_level", "quotas"})
 """Settings that a running daemon takes: by SIGHUP from its sources, or by `kvtierctl set`."""
+LEAST: Final = 1 << 20
+"""Bytes of a tier: less is a number without its unit."""
+MOST_PATH: Final = 107
+"""Bytes of a Unix socket's path."""
 MOST_DISK: Final = 1 << 50
 """What is known of the disk tier's slabs is a list, made at the start."""
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -155,20 +159,23 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raise bad_request naming the first setting that cannot be served."""
-        if self.host.bytes < -1:
-            raise bad("host.bytes", "-1, 0 or a size", self.host.bytes)
+        for name, path in (("socket.path", self.engine_socket), ("socket.admin", self.admin_socket)):
+            if len(os.fsencode(path)) > MOST_PATH:
+                raise bad(name, f"a path of at most {MOST_PATH} bytes", str(path))
+        if self.host.bytes < LEAST and self.host.bytes not in (-1, 0):
+            raise bad("host.bytes", "-1, 0 or a size of at least 1 MiB", self.host.bytes)
         if self.device.bytes < 0:
             raise bad("device.bytes", "0 or a size", self.device.bytes)
         if not re.fullmatch(r"cpu|cuda:\d{1,2}", self.device.which):
             raise bad("device.which", "cpu or cuda:N", self.device.which)
-        if self.host.slab_bytes < 1 << 20:
+        if self.host.slab_bytes < LEAST:
             raise bad("host.slab_bytes", "at least 1 MiB", self.host.slab_bytes)
         if not 0.5 <= self.host.high_water <= 1:
             raise bad("host.high_water", "a share in [0.5, 1]", self.host.high_water)
         path_of(self.policy)
         parse(self.quotas, size)
-        if not 0 <= self.disk.bytes <= MOST_DISK:
-            raise bad("disk.bytes", "0 or a size, at most 1 PiB", self.disk.bytes)
+        if self.disk.bytes and not LEAST <= self.disk.bytes <= MOST_DISK:
+            raise bad("disk.bytes", "0 or a size from 1 MiB to 1 PiB", self.disk.bytes)
         if not 0 < self.caps.instance <= 1:
             raise bad("caps.instance", "a share in (0, 1]", self.caps.instance)
         if not 1 <= self.caps.connections <= 1 << 20:

@@ -103,6 +103,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raise bad_request naming the first field that cannot be served."""
+        _typed(self, "spec")
         if not self.model or len(self.model) > 512:
             raise bad("spec.model", "1..512 characters", self.model)
         if not 16 <= len(self.fingerprint) <= 64:
@@ -120,6 +121,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("spec.key_bytes", "0 or 16..64", self.key_bytes)
         if self.keyed and self.extras:
             raise bad("spec.extras", "false for keyed caches (the key must cover extras)")
+        if not isinstance(self.groups, tuple) or not all(isinstance(group, GroupSpec) for group in self.groups):
+            raise bad("spec.groups", "a tuple of GroupSpec", self.groups)
         if not 1 <= len(self.groups) <= 16:
             raise bad("spec.groups", "1..16 groups", len(self.groups))
         if not self.keyed and all(g.kind is Kind.STATE for g in self.groups):
@@ -129,6 +132,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def _check_group(self, where: str, group: GroupSpec) -> None:
         """Raise bad_request when one group cannot be stored."""
+        _typed(group, where)
         if not 1 <= group.layers <= 4096:
             raise bad(f"{where}.layers", "1..4096", group.layers)
         if not 1 <= group.heads <= 65536:
@@ -144,6 +148,20 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad(f"{where}.window", f"at most {MAX_WINDOW} tokens", group.window)
         if self.keyed and group.kind is Kind.WINDOW:
             raise bad(f"{where}.kind", "full or state in a keyed cache (its engine tracks windows)")
+
+
+@functools.cache
+def _types(kind: type[msgspec.Struct]) -> list[tuple[str, type]]:
+    """Names and types of the fields that hold one value."""
+    return [(f.name, f.type) for f in msgspec.structs.fields(kind) if f.type in (str, bytes, int, bool, Kind)]
+
+
+def _typed(made: msgspec.Struct, where: str) -> None:
+    """Raise bad_request naming a field of another type: nobody looks at what a program makes a struct of."""
+    for name, kind in _types(type(made)):
+        value = getattr(made, name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise bad(f"{where}.{name}", f"{kind.__name__}", value)
 
 
 def part_of(spec: CacheSpec, slices: Sequence[Slice]) -> CacheSpec:

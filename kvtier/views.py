@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
@@ -17,6 +20,9 @@ MISSES = {
     "pending": "somebody is computing what comes after it",
     "rule": "more is cached, but a window or state that must be with it is not",
 }
+NAMING = ("id", "pin", "cache", "request", "session")
+"""Columns by which other verbs name things: they are whole as long as there is room for anything."""
+WIDE = 140
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -29,6 +35,11 @@ def amount(value: float) -> str:
     return f"{value:.1f} {UNITS[-1]}"
 
 
+def plain(text: str) -> str:
+    """Text that moves no cursor and breaks no row: engines' clients choose the ids of their requests."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def shown(name: str, value: Any) -> str:
     """One value, by what its name says it is."""
     last = name.rsplit(".", 1)[-1]
@@ -39,22 +50,38 @@ def shown(name: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
     if isinstance(value, list):
-        return ", ".join(map(str, value))
+        return plain(", ".join(map(str, value)))
     if isinstance(value, dict):
         return ", ".join(f"{key} {shown(last, part)}" for key, part in value.items())
-    return str(value)
+    return plain(str(value))
 
 
-def rows(title: str, items: list[Data], columns: list[str] | None = None) -> Table:
-    """A table with one row per item; columns are the names that the items have."""
+def console() -> Console:
+    """Standard output, as wide as its terminal; into a pipe or a file, wide enough for whole rows."""
+    return Console(markup=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
+
+
+def listing(title: str, items: list[Data], columns: list[str] | None = None) -> None:
+    """Print a row for each item; where the terminal is too narrow for that, a table for each.
+
+    Columns are the names that the items have. Text may be cut to its name's width: numbers, and what other verbs
+    name things by, are whole.
+    """
     names = columns or list(dict.fromkeys(name for item in items for name in item))
-    table = Table(title=title, title_justify="left")
+    cells = {name: [shown(name, item.get(name, "")) for item in items] for name in names}
+    numbers = {name for name in names if any(isinstance(item.get(name), int | float) for item in items)}
+    out, table, needed = console(), Table(title=title, title_justify="left"), 1
     for name in names:
-        number = any(isinstance(item.get(name), int | float) for item in items)
-        table.add_column(name.removesuffix("_bytes"), justify="right" if number else "left")
-    for item in items:
-        table.add_row(*(shown(name, item.get(name, "")) for name in names))
-    return table
+        head, whole = name.removesuffix("_bytes"), name in numbers or name in NAMING
+        table.add_column(head, justify="right" if name in numbers else "left", no_wrap=whole, overflow="fold")
+        needed += 3 + max([len(head), *(cell_len(cell) for cell in cells[name] if whole)])
+    if needed > out.width:
+        for number, item in enumerate(items, 1):
+            out.print(pairs(f"{title}: {number} of {len(items)}", {name: item.get(name, "") for name in names}))
+        return
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
+    out.print(table)
 
 
 def pairs(title: str, data: Data) -> Table:
@@ -75,22 +102,22 @@ def _flat(data: Data, prefix: str = "") -> list[tuple[str, Any]]:
 
 def status(data: Data) -> None:
     """Tiers, engines, counters."""
-    console = Console(markup=False)
+    out = console()
     apart = ("tiers", "instances", "quotas", "counters", "bytes_s", "checked")
     table = pairs("daemon", {name: value for name, value in data.items() if name not in apart})
     if data.get("bytes_s"):
         table.add_row("tiers bring", ", ".join(f"{tier} {amount(rate)}/s" for tier, rate in data["bytes_s"].items()))
     if checked := data.get("checked"):
         table.add_row("checked", f"{time.time() - checked['at']:.0f} s ago, {checked['broken']} broken")
-    console.print(table)
+    out.print(table)
     for name, tier in (data.get("tiers") or {}).items():
-        console.print(pairs(f"tier {name}", tier))
+        out.print(pairs(f"tier {name}", tier))
     if data.get("instances"):
-        console.print(rows("engines", data["instances"]))
+        listing("engines", data["instances"])
     if data.get("quotas"):
-        console.print(rows("quotas", data["quotas"]))
+        listing("quotas", data["quotas"])
     if data.get("counters"):
-        console.print(pairs("counters", data["counters"]))
+        out.print(pairs("counters", data["counters"]))
 
 
 def caches(data: Data) -> None:
@@ -104,46 +131,48 @@ def caches(data: Data) -> None:
         }
         for cache in data["caches"]
     ]
-    console = Console(markup=False)
     if not items:
-        console.print("no caches")
+        console().print("no caches")
         return
     names = ["id", "model", "kind", "scope", "kv_dtype", "adapter", "epoch", "page_tokens", "page size"]
     names += ["pages", "nodes", "tiers"]
-    console.print(rows("caches", items, names))
+    listing("caches", items, names)
 
 
 def one(title: str, data: Data) -> None:
     """A few names and values."""
-    Console(markup=False).print(pairs(title, data))
+    console().print(pairs(title, data))
 
 
 def pins(data: Data) -> None:
     """One row per pin."""
-    console = Console(markup=False)
-    items = [{**pin, "cache": pin["cache"][:12]} for pin in data["pins"]]
-    console.print(rows("pins", items) if items else "no pins")
+    if data["pins"]:
+        listing("pins", [{**pin, "cache": pin["cache"][:12]} for pin in data["pins"]])
+    else:
+        console().print("no pins")
 
 
 def disk(data: Data) -> None:
     """How full and scattered the disk tier is."""
-    console = Console(markup=False)
-    console.print(pairs("disk", {name: value for name, value in data.items() if name not in {"classes", "caches"}}))
+    out = console()
+    out.print(pairs("disk", {name: value for name, value in data.items() if name not in {"classes", "caches"}}))
     if data["classes"]:
-        console.print(rows("cells", data["classes"]))
+        listing("cells", data["classes"])
     if data["caches"]:
-        console.print(rows("caches", [{**row, "id": row["id"][:12]} for row in data["caches"]]))
+        listing("caches", [{**row, "id": row["id"][:12]} for row in data["caches"]])
 
 
 def findings(items: list[Data]) -> None:
     """What doctor found."""
-    Console(markup=False).print(rows("doctor", items))
+    listing("doctor", items)
 
 
 def requests(data: Data) -> None:
     """One row per request."""
-    items = [{**row, "cache": row["cache"][:12]} for row in data["requests"]]
-    Console(markup=False).print(rows("recent requests", items) if items else "no request had an id lately")
+    if data["requests"]:
+        listing("recent requests", [{**row, "cache": row["cache"][:12]} for row in data["requests"]])
+    else:
+        console().print("no request had an id lately")
 
 
 def evicted(data: Data) -> None:
@@ -151,7 +180,7 @@ def evicted(data: Data) -> None:
     if data["pages"] or data["held"]:
         one("evicted", data)
     else:
-        Console(markup=False).print("nothing: none of it is there, or all that is belongs to other prompts too")
+        console().print("nothing: none of it is there, or all that is belongs to other prompts too")
 
 
 def emptied(title: str, data: Data) -> None:
@@ -159,12 +188,12 @@ def emptied(title: str, data: Data) -> None:
     if data["caches"]:
         one(title, {**data, "caches": [cache[:12] for cache in data["caches"]]})
     else:
-        Console(markup=False).print("no cache fits")
+        console().print("no cache fits")
 
 
 def explain(data: Data) -> None:
     """One prompt: what is served and why not more."""
-    console = Console(markup=False)
+    out = console()
     cache = data["cache"]
     shown_first = {
         "cache": f"{cache['model']} {cache['id'][:12]}, {cache['scope']}, epoch {cache['epoch']}",
@@ -180,25 +209,25 @@ def explain(data: Data) -> None:
     table = Table(title="prompt", title_justify="left", show_header=False)
     for name, value in shown_first.items():
         table.add_row(name, shown(name, value))
-    console.print(table)
+    out.print(table)
     if data["segments"]:
         moves = [{**row, "moves": shown("bytes", row["moves"])} for row in data["segments"]]
-        console.print(rows("parts", moves))
-        console.print(_cost(data))
+        listing("parts", moves)
+        out.print(_cost(data))
     if not data["asked"]["pages"]:
-        console.print("it is shorter than a page: nothing of it can be cached")
+        out.print("it is shorter than a page: nothing of it can be cached")
     if data["miss"]:
-        console.print(f"not served further: {MISSES[data['miss']]}")
+        out.print(f"not served further: {MISSES[data['miss']]}")
     if data.get("rule"):
-        console.print(_rule(data["rule"]))
+        out.print(_rule(data["rule"]))
     if data["diverges"]:
-        console.print(_divergence(data["diverges"]))
+        out.print(_divergence(data["diverges"]))
     if data["evictions"]:
         now = time.time()
         ago = [
             {"ago_s": now - row["when"], **{k: v for k, v in row.items() if k != "when"}} for row in data["evictions"]
         ]
-        console.print(rows("evicted lately", ago))
+        listing("evicted lately", ago)
 
 
 def _cost(data: Data) -> str:
@@ -226,7 +255,7 @@ def _rule(rule: Data) -> str:
 def _divergence(where: Data) -> str:
     """Where a prompt leaves what is cached, and whose that is."""
     known = where["from"]["requests"]
-    whose = f", of request {', '.join(known)}" if known else ""
+    whose = f", of request {shown('requests', known)}" if known else ""
     asked, cached = (
         f"{where[which]} {where[text]!r}" if (text := f"{which}_text") in where else where[which]
         for which in ("asked", "cached")
@@ -262,7 +291,7 @@ def top(data: Data) -> Table:
 def tree(data: Data) -> None:
     """Cached prefixes, a node per run of pages."""
     cache = data["cache"]
-    top = Tree(f"{cache['model']} {cache['id'][:12]}: {cache['pages']} pages in {cache['nodes']} nodes")
+    top = Tree(f"{plain(cache['model'])} {cache['id'][:12]}: {cache['pages']} pages in {cache['nodes']} nodes")
     levels = [top]
     for node in data["nodes"]:
         del levels[node["level"] + 1 :]
@@ -270,9 +299,9 @@ def tree(data: Data) -> None:
         pages = f"pages {node['first_page']}..{node['first_page'] + node['pages'] - 1}"
         leases = f", {node['leases']} leases" if node["leases"] else ""
         used = f"heat {node['heat']}, idle {node['idle_s']:.0f} s"
-        line = f"{pages} [{shown('tiers', node['tiers'])}]{leases}, {used}  {what!s:.60}"
+        line = f"{pages} [{shown('tiers', node['tiers'])}]{leases}, {used}  {plain(what)[:60]}"
         levels.append(levels[-1].add(line, highlight=False))
-    console = Console(markup=False)
-    console.print(top)
+    out = console()
+    out.print(top)
     if data.get("left_off"):
-        console.print(f"{data['left_off']} nodes more")
+        out.print(f"{data['left_off']} nodes more")

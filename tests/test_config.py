@@ -67,6 +67,10 @@ def test_any_values_give_checked_settings_or_a_named_refusal(values):
         ("otel.endpoint", "http://127.0.0.1:otlp"),
         ("otel.endpoint", "ftp://127.0.0.1"),
         ("disk.bytes", "2000T"),
+        ("disk.bytes", "64"),
+        ("host.bytes", "64"),
+        ("socket.path", "/tmp/" + "x" * 103),
+        ("socket.admin", "/tmp/" + "x" * 103),
     ],
 )
 def test_what_could_not_be_served_is_refused_by_its_name(name, value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -157,6 +158,72 @@ def test_a_daemon_that_hangs_is_code_2_within_the_timeout(served, daemon):
     assert "does not answer" in result.stderr
 
 
+def test_an_answer_that_comes_in_drops_is_late_too(tmp_path):
+    """The timeout is of the whole answer, not of each of its bytes."""
+    path, over = tmp_path / "admin.sock", threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            header = wire.parse_header(sock.recv(4096)[: wire.HEADER.size])
+            for byte in wire.frame(header.verb, header.request, wire.Info({"name": "x" * 100}))[:60]:
+                sock.sendall(bytes([byte]))
+                over.wait(0.05)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        result = ctl("--socket", str(path), "--timeout", "0.3", "status")
+        over.set()
+        thread.join()
+    assert (result.exit_code, "timed out" in result.stderr) == (2, True)
+
+
+def test_the_engines_socket_is_told_from_the_operators(served, daemon):
+    """Who gives the wrong one of the two reads which is wanted."""
+    del served
+    result = ctl("--socket", str(daemon.socket), "status")
+    assert (result.exit_code, "the admin socket?" in result.stderr) == (1, True)
+
+
+def test_ids_that_engines_clients_choose_are_text(served, daemon):
+    """They move no cursor and break no row, and a terminal that lacks their characters shows escapes."""
+    where, _ = served
+    with Client(daemon.socket, instance="engine-8") as client:
+        client.open(SPEC).match(page_keys(SPEC, range(8)), request="\x1b[2Jgone\nrow", session="日本")
+    runner = CliRunner(charset="ascii")
+    for words in (("requests",), ("explain", "--request", "\x1b[2Jgone\nrow")):
+        result = runner.invoke(main, [*where, *words], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        assert r"\x1b[2Jgone\nrow" in result.stdout
+        assert "\x1b" not in result.stdout
+    assert r"\u65e5\u672c" in runner.invoke(main, [*where, "requests"]).stdout
+
+
+@pytest.mark.parametrize("columns", [None, "40", "80", "200"])
+def test_what_other_verbs_name_things_by_is_whole(served, tmp_path, columns):
+    """However narrow the terminal is, and in a pipe."""
+    where, cache_id = served
+    (tmp_path / "ids").write_text(" ".join(map(str, range(8))))
+    pin = parsed(ctl(*where, "pin", "--tokens", str(tmp_path / "ids"), "--json"))["pin"]
+    narrow = {"COLUMNS": columns}
+    assert cache_id[:12] in CliRunner().invoke(main, [*where, "caches"], env=narrow).stdout
+    shown = CliRunner().invoke(main, [*where, "pins"], env=narrow).stdout
+    assert f" {pin} " in shown
+    assert "8.0 KiB" in shown
+
+
+@pytest.mark.parametrize("text", ["[1, 1.5]", "[1e400]", "[true]", "[[1]]", "1 x", '["1"]', "{}"])
+def test_what_is_no_token_id_is_refused(served, tmp_path, text):
+    """Rather than taken for another prompt's."""
+    where, _ = served
+    (tmp_path / "ids").write_text(text)
+    result = ctl(*where, "explain", "--tokens", str(tmp_path / "ids"))
+    assert (result.exit_code, "a JSON list of token ids" in result.stderr) == (1, True), result.output
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -188,6 +255,22 @@ def test_every_verb_has_help_and_json():
         assert "--json" in own
         assert len(own.splitlines()[2].strip()) > 10
     assert __version__ in ctl("--version").stdout
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 0), (("--count", "3"), 1)])
+def test_an_interrupt_is_how_top_ends(served, monkeypatch, words, code):
+    """The last reading is printed; where so many were asked for, it is cut off."""
+    where, _ = served
+    moments = iter(range(2))
+
+    def sleep(_: float) -> None:
+        if next(moments, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtier.control.top.time.sleep", sleep)
+    result = ctl(*where, "top", "--json", *words)
+    assert result.exit_code == code
+    assert ("tiers" if code == 0 else "error") in json.loads(result.stdout)
 
 
 def test_the_admin_socket_is_found_by_the_environment(served, daemon):

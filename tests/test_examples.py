@@ -203,7 +203,7 @@ def test_settings_in_the_documents_are_taken(tmp_path: Path, page: str) -> None:
 def test_every_python_block_is_run_below() -> None:
     """One more block fails here until there is a test that runs it."""
     counts = {path.name: len(blocks(path.name, "python")) for path, kind, _ in fences() if kind == "python"}
-    assert counts == {"README.md": 1, "engines.md": 2, "gpu.md": 2}
+    assert counts == {"README.md": 1, "engines.md": 3, "gpu.md": 2}
 
 
 def run(text: str, space: dict[str, Any]) -> dict[str, Any]:
@@ -260,6 +260,25 @@ def test_llama_cpp_as_its_page_has_it() -> None:
         made = modules["llama_cpp"].Llama
     made.assert_called_once_with("model.gguf", n_ctx=8192)
     ours.assert_called_once_with(made.return_value)
+
+
+def test_an_engine_of_ones_own_as_its_page_has_it(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written: a prompt that is cached whole is loaded but for its last page, and comes back right."""
+    monkeypatch.setenv("KVTIER_SOCKET", str(daemon.socket))
+    loaded: list[np.ndarray] = []
+
+    def compute(tokens: list[int], rows: np.ndarray) -> np.ndarray:
+        loaded.append(rows)
+        width = space["kv"].item_bytes
+        pages = [np.full(width, token, np.uint8) for token in tokens[::16][: len(tokens) // 16]]
+        return np.stack(pages[len(rows) :]) if len(rows) < len(pages) else np.empty((0, width), np.uint8)
+
+    space: dict[str, Any] = run(blocks("engines.md", "python")[2], {"digest": b"d" * 16, "compute": compute})
+    with space["client"]:
+        for tokens in ([*range(64)], [*range(64)], [*range(70)], [*range(10)], []):
+            space["prefill"](tokens)
+    assert [len(rows) for rows in loaded] == [0, 3, 4, 0, 0]
+    assert [set(page.tolist()) for page in loaded[2]] == [{0}, {16}, {32}, {48}]
 
 
 def test_the_shuttle_as_the_page_on_gpus_has_it(daemon: Daemon) -> None:

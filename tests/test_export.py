@@ -455,6 +455,18 @@ def test_kvtierctl_carries_a_cache_between_daemons(tmp_path: Path) -> None:
         nowhere = ctl(a, "export", tmp_path / "no" / "where.kv", "--cache", cache.cache_id.hex()[:8])
         assert (nowhere.exit_code, "that can be written" in nowhere.output) == (1, True)
         assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "cache.kv"}
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "stdout").symlink_to(tmp_path / "pipe")
+        for special in ("pipe", "stdout"):  # as /dev/null, which root would take from everybody
+            refused = ctl(a, "export", tmp_path / special, "--cache", cache.cache_id.hex()[:8])
+            assert (refused.exit_code, "expected a regular file" in refused.output) == (1, True)
+        assert (tmp_path / "pipe").is_fifo()
+        (tmp_path / "latest").symlink_to(file)
+        file.write_bytes(b"old")
+        assert (
+            said(ctl(a, "export", tmp_path / "latest", "--cache", cache.cache_id.hex()[:8], "--json"))["pages"] == 100
+        )
+        assert ((tmp_path / "latest").is_symlink(), len(file.read_bytes())) == (True, len(before))
     with Daemon(tmp_path / "b", host="64MiB", disk="128MiB") as b, Client(b.socket, instance="e", verify="always") as e:
         with Admin(b.socket.with_name("admin.sock"), 20.0) as admin:
             (tmp_path / "cut.kv").write_bytes(before)

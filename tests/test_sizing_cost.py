@@ -1,5 +1,7 @@
 """Prefill work, break-even, transfer: the reference tables and the laws behind them."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,10 +21,12 @@ from kvtier.sizing.breakeven import (
     ttft_with,
 )
 from kvtier.sizing.cost import attention_flops, causal_saving, prefill_flops, seed_saving
+from kvtier.sizing.families import Reading
 from kvtier.sizing.hardware import Hardware, Link, Source
 from kvtier.sizing.models import load, table
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.transfer import Move, sent_bytes, transfer_report
+from kvtier.types import KvtierError
 
 HARDWARE = Hardware()
 SPECS = [load(row["name"]).spec for row in table()]
@@ -161,6 +165,34 @@ def test_overlap_is_between_the_longer_part_and_the_sum():
         assert t.none_s == pytest.approx(0.01 + d.compute().prefill_s(d.model.spec, 0, 8704))
 
 
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [("Qwen3.5-27B", 64), ("DeepSeek-V3.2", 61), ("DeepSeek-V4-Flash", 43), ("Whisper-large-v3", 32)],
+)
+def test_what_overlap_leaves_is_a_layers_share(model, layers):
+    """A layer that keeps a state, an index key or compressed entries beside its KV is one layer."""
+    d = on(model)
+    own = d.compute().prefill_s(d.model.spec, 8192, 512)
+    assert ttft_with(d, own, 8192, 512, 0.0).overlapped_s == pytest.approx(own * (1 + 1 / layers))
+
+
+def test_a_latent_takes_its_place_on_every_gpu():
+    """DeepSeek-V3 at TP 8 pays for eight copies in GPU memory; 70B's heads are dealt out, and kept once."""
+    prices = HARDWARE.gpu_hour("H200")[0] / HARDWARE.gpu("H200").memory * 1e9 * 730
+    for model, copies in (("DeepSeek-V3", 8), ("Llama-3.1-70B", 1)):
+        d = on(model, "H200", 8)
+        kept = breakeven_report(d, 8192, 512, [(HARDWARE.link("pcie5"), True)], 0.01).get("worth_keeping_hbm_s")
+        assert kept == pytest.approx(retention_s(d, 8192, prices * copies, HARDWARE.gpu_hour("H200")[0]))
+
+
+def test_work_that_nobody_can_count_is_refused(tmp_path):
+    """Rather than a prefill of attention alone: a config without a hidden size says nothing of its weights."""
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(KvtierError, match="hidden_size: expected a config that parameters can be counted from"):
+        on(str(tmp_path)).compute()
+
+
 def test_the_best_cut_beats_both_extremes():
     """Computing the head while the tail streams in is no slower than loading all or computing all."""
     d = CASES["Llama-2-7B"][0]
@@ -199,6 +231,16 @@ def test_transfers_take_the_seeds_times():
     assert [1e3 * r["transfer_s"] for r in rows] == pytest.approx([85.899, 21.475, 22.817, 5.704], rel=1e-3)
     assert rows[0]["verdict"] == "bottleneck"
     assert rows[0]["sent_bytes"] == 2**30
+
+
+def test_other_precisions_are_read_as_the_model_was(tmp_path):
+    """An upper bound stays one, and draft layers are counted, in every precision that is compared."""
+    config = {"model_type": "brand_new", "num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name, how in ((str(tmp_path), Reading(assume_full=True)), ("DeepSeek-V3", Reading(draft=True))):
+        d = on("Llama-2-7B")._replace(model=load(name, how))
+        whole, half = transfer_report(d, Move(2048), [HARDWARE.link("100gbe")], ("", "fp8")).as_json()["transfers"]
+        assert whole["sent_bytes"] == 2 * half["sent_bytes"]
 
 
 def test_a_cached_prefix_is_not_sent():

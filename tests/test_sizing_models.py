@@ -117,6 +117,9 @@ CASES = {
     "keys wider than values": (
         gqa(model_type="mimo_v2_flash", num_key_value_heads=1, head_dim=192, v_head_dim=128, sliding_window=8,
             hybrid_layer_pattern=[0, 0]), 2 * (192 + 128) * 2, 0),
+    "MiMo's sliding layers have twice the heads where a config does not say": (
+        gqa(model_type="mimo_v2_flash", num_key_value_heads=1, head_dim=192, v_head_dim=128, sliding_window=8,
+            layer_types=["full_attention", "sliding_attention"]), (192 + 128) * 2, 8 * 2 * (192 + 128) * 2),
     "llama 4 by no_rope_layers": (
         gqa(model_type="llama4_text", num_key_value_heads=1, head_dim=64, attention_chunk_size=16,
             no_rope_layers=[1, 0]), 64 * 4, 16 * 64 * 4),
@@ -199,6 +202,12 @@ def test_layer_types_of_deepseek_v4_mean_the_same_as_its_ratios():
         (gqa(model_type="mpt", attn_config={"kv_n_heads": "x"}), "attn_config.kv_n_heads"),
         (gqa(model_type="nemotron_h", hybrid_override_pattern=5), "hybrid_override_pattern"),
         (gqa(num_hidden_layers=10**30), "num_hidden_layers"),
+        (gqa(max_position_embeddings=-5), "max_position_embeddings"),
+        (gqa(max_position_embeddings="8k"), "max_position_embeddings"),
+        (gqa(model_type="mistral", sliding_window="wide"), "sliding_window"),
+        (gqa(model_type="gemma3_text", sliding_window=8, sliding_window_pattern=-2), "sliding_window_pattern"),
+        (gqa(model_type="gemma3_text", sliding_window=8, sliding_window_pattern=2.5), "sliding_window_pattern"),
+        (gqa(model_type="gemma3n_text", num_kv_shared_layers=2), "num_kv_shared_layers"),
         (gqa(model_type="qwen3_next", mamba_ssm_dtype="float8", linear_num_key_heads=1, linear_num_value_heads=1,
              linear_key_head_dim=1, linear_value_head_dim=1), "mamba_ssm_dtype"),
     ],
@@ -286,10 +295,58 @@ def test_parameters_counted_from_a_config_are_close(tmp_path):
                                     "moe_shared_expert_intermediate_size": 3712},
     }  # fmt: skip
     for name, fields in extra.items():
-        (tmp_path / "config.json").write_text(json.dumps(expand(find(name)["config"]) | fields))
+        written = expand(find(name)["config"]) | fields | {"tie_word_embeddings": False}
+        (tmp_path / "config.json").write_text(json.dumps(written))
         got = load(str(tmp_path))
         assert got.params == pytest.approx(find(name)["params_b"] * 1e9, rel=0.03), name
         assert got.active == pytest.approx(find(name)["active_b"] * 1e9, rel=0.13), name
+
+
+COUNTED = {
+    "gemma3_text": (3.88, 3.88, {"num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,
+                    "head_dim": 256, "hidden_size": 2560, "intermediate_size": 10240, "vocab_size": 262208}),
+    "gemma3n_text": (6.84, 4.4, {"num_hidden_layers": 35, "num_attention_heads": 8, "num_key_value_heads": 2,
+                     "head_dim": 256, "hidden_size": 2048, "intermediate_size": [16384] * 35, "vocab_size": 262400,
+                     "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256}),
+    "llama": (1.67, 1.4, {"num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+              "hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 131072, "tie_word_embeddings": False}),
+    "deepseek_v4": (284.3, 12.7, {"num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
+                    "hidden_size": 4096, "sliding_window": 128, "index_head_dim": 128, "vocab_size": 129280,
+                    "compress_ratios": [128, 128, *[4, 128] * 20, 4], "q_lora_rank": 1024, "o_lora_rank": 1024,
+                    "o_groups": 8, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6,
+                    "moe_intermediate_size": 2048, "mlp_layer_types": [*["hash_moe"] * 3, *["moe"] * 40],
+                    "tie_word_embeddings": False}),
+    "ernie4_5_moe": (21.83, 3.35, {"num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4,
+                     "hidden_size": 2560, "intermediate_size": 12288, "vocab_size": 103424, "moe_num_experts": 64,
+                     "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2,
+                     "moe_layer_start_index": 1}),
+    "longcat_flash": (560.6, 31.3, {"num_layers": 28, "num_attention_heads": 64, "hidden_size": 6144,
+                      "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "vocab_size": 131072,
+                      "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512,
+                      "moe_topk": 12, "tie_word_embeddings": False}),
+    "dbrx": (131.6, 36.5, {"n_layers": 40, "n_heads": 48, "d_model": 6144, "vocab_size": 100352,
+             "attn_config": {"kv_n_heads": 8}, "tie_word_embeddings": False,
+             "ffn_config": {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}}),
+    "mamba": (0.13, 0.13, {"num_hidden_layers": 24, "hidden_size": 768, "state_size": 16, "vocab_size": 50280}),
+    "gpt2": (0.124, 0.124, {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_parameters_are_counted_in_each_familys_own_names(kind, tmp_path):
+    """Tied embeddings once, experts under any name, layers of which each has a width; a mixture is what has experts."""
+    total, active, fields = COUNTED[kind]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | fields))
+    got = load(str(tmp_path))
+    assert (got.params, got.active) == pytest.approx((total * 1e9, active * 1e9), rel=0.06)
+    assert got.mixture == (kind in ("deepseek_v4", "ernie4_5_moe", "longcat_flash", "dbrx"))
+
+
+def test_rows_of_dense_models_are_no_mixtures():
+    """Embeddings that no token multiplies with make a model smaller in use, not a mixture."""
+    assert not load("Gemma-3n-E4B").mixture
+    assert not load("Llama-3.2-1B").mixture
+    assert load("Mixtral-8x7B").mixture
 
 
 def test_weights_are_read_from_the_files_beside_a_config(tmp_path):

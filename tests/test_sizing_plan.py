@@ -49,6 +49,13 @@ def test_littles_law_flags_what_does_not_fit():
     assert calm.get("verdict") == "ok"
 
 
+def test_nothing_fits_beside_weights_that_are_too_large():
+    """No tokens rather than fewer than none; and where all of a prompt is cached, its last token is computed."""
+    report = fit_report(on("Llama-3.1-405B"), Load(8192, 512, hit=1.0))
+    assert (report.get("pool_tokens"), report.get("concurrency")) == (0, 0)
+    assert report.get("ttft_s") > 0.01
+
+
 def test_a_running_sequence_needs_gpu_memory():
     """Qwen3-8B at 32,768 tokens needs 4.50 GiB; a pool of 3.58 says no, why, and what would fit."""
     report = fit_report(on("Qwen3-8B"), Load(32_256, 512), int(3.58 * 2**30))
@@ -126,6 +133,38 @@ def test_tiers_have_the_reference_split_and_retention():
     assert held[1].retention_s == pytest.approx(127, abs=1)
     assert held[2].writes_per_day == pytest.approx(750e12, rel=0.01)
     assert held[2].endurance == pytest.approx(750 / 30.72, rel=0.01)
+
+
+def test_every_replica_has_a_way_to_host_memory():
+    """Twice the replicas bear the same flow with half the load, and one load takes as long."""
+    flow = Flow(1000.0, 500.0, (0.0, 500.0))
+    one, two = (
+        hold([Tier("device", 10**9), Tier("host", 10**9, FAST, links=n)], flow, 64, 131072, 0, True)[1] for n in (1, 2)
+    )
+    assert (two.read_load, two.write_load) == (one.read_load / 2, one.write_load / 2)
+    assert two.wait_s == wait_seconds(two.read_load, FAST.load_s(64 * 131072))
+
+
+@pytest.mark.parametrize("tokens", [2048, 32_000])
+def test_sessions_of_a_tier_are_its_bytes_over_those_of_one(tokens):
+    """With the states at a session's resumable points, at least one of them however short it is."""
+    tiers = [Tier("device", 10**10), Tier("host", 10**11, FAST)]
+    spec = load("Qwen3.5-27B").spec
+    report = tiers_report(on("Qwen3.5-27B"), Asked(tiers, 1.0, 8192, 512, tokens, "0,0.1", True, 4096))
+    one = tokens * 65536 + max(1, tokens // 4096) * spec.checkpoint
+    assert report.get("session_bytes") == one
+    (table,) = report.tables
+    assert table.rows[1][3] == pytest.approx(10**11 / one, abs=0.1)
+
+
+def test_a_load_of_a_trace_brings_one_state():
+    """However long the hit is: the points between are what a tier stores, not what a request resumes at."""
+    trace, d = conversation(), on("Qwen3.5-27B")
+    link = Link("l", 1e9, 1e9, 0.0, Source.EXACT)
+    a = analyse(trace, d, Plan([Tier("device", 0), Tier("host", 10**13, link)], checkpoint_every=64))
+    hit = 21 * 64  # what the last turn of a user repeats
+    load = (hit * 65536 + d.model.spec.checkpoint) / 1e9
+    assert a.timings[2].p95_s == pytest.approx(0.01 + load + d.compute().prefill_s(d.model.spec, hit, 4 * 64))
 
 
 @given(st.lists(st.floats(0, 0.3), min_size=1, max_size=3), st.booleans())
@@ -294,12 +333,14 @@ def test_a_toml_file_overrides_the_defaults(tmp_path):
     file.write_text(
         '[link.h2d]\nread = "50GB/s"\nwrite = "40GB/s"\nt0 = "9us"\nsource = "measured"\n'
         '[link.pcie5]\nread = "30GB/s"\n[gpu.Mine]\nmemory = "10GiB"\nhbm = "1TB/s"\nbf16 = 100\n'
+        '[gpu.h100]\nmemory = "40GiB"\n'
         "[price]\ndram_gb_month = 1.5\ngpu_hour = { Mine = 2.0 }\n[plan]\nutilization = 0.8\n"
     )
     h = Hardware(file)
     assert h.link("h2d") == Link("h2d", 50e9, 40e9, pytest.approx(9e-6), Source.MEASURED, "")
     assert h.link("pcie5").read_bps == 30e9
     assert h.link("pcie5").write_bps == Hardware().link("pcie5").write_bps
+    assert h.gpu("H100").memory == 40 * 2**30  # whatever its case
     assert h.gpu("mine").memory == 10 * 2**30
     assert h.price("dram_gb_month") == (1.5, Source.EXACT)
     assert h.price("nvme_gb_month")[1] is Source.ASSUMED
@@ -325,6 +366,8 @@ def test_a_toml_file_overrides_the_defaults(tmp_path):
         ('[price]\ngpu_hour = { H100 = "dear" }', "price.gpu_hour.h100"),
         ("[price]\ndram_gb_month = nan", "price.dram_gb_month"),
         ("[plan]\nhbm_efficiency = 0", "plan.hbm_efficiency"),
+        ('[gpu.H100]\nmemroy = "10GiB"', "gpu.H100.memroy"),
+        ('[link.pcie5]\nraed = "10GB/s"', "link.pcie5.raed"),
     ],
 )
 def test_a_wrong_override_names_its_field(tmp_path, text, field):
@@ -347,6 +390,8 @@ def test_links_can_be_written_out():
     assert FAST.effective_bps(25e6) == pytest.approx(25e9)
     with pytest.raises(KvtierError, match="link: expected one of pcie3"):
         h.link("token-ring")
+    with pytest.raises(KvtierError, match="link: expected a rate or READ:WRITE:T0"):
+        h.link("12GB/s:4GB/s:3ms:1")
 
 
 def test_every_row_of_the_hardware_table_reads():
@@ -408,6 +453,9 @@ def test_weights_may_be_given():
 
 def test_reports_are_json_with_a_source_for_each_number():
     """Every value and every column has a tag, and infinity becomes null."""
+    busy = [Tier("device", 10**10), Tier("host", 10**11, FAST)]
+    full = tiers_report(on("Llama-3.1-8B"), Asked(busy, 1e4, 8192, 512, 32_000, "0,0.9", True, 4096)).as_json()
+    assert json.loads(json.dumps(full, allow_nan=False))["tiers"][1]["wait_s"] is None
     out = fit_report(on("Llama-3.1-8B"), Load(8192, 512, 5.0), 1).as_json()
     text = json.dumps(out, allow_nan=False)
     assert set(json.loads(text)["sources"]) == set(out) - {"sources", "notes"}

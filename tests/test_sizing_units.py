@@ -40,6 +40,7 @@ def test_tokens_survive_printing(n):
         ("512kB", 512000),
         ("512KB", 512000),
         ("524,288", 524288),
+        ("1_000GB", 10**12),
         ("0B", 0),
         ("81559MiB", 85520809984),
     ],
@@ -49,7 +50,8 @@ def test_bytes_are_read_as_written(text, n):
     assert parse_bytes(text) == n
 
 
-@pytest.mark.parametrize("text", ["64G", "64g", "64gb", "GiB", "-1GB", "1e9", "64GiBs", "", "1 2GB"])
+@pytest.mark.parametrize("text", ["64G", "64g", "64gb", "GiB", "-1GB", "1e9", "64GiBs", "", "1 2GB", "1,5GB",
+                                  "1,0000GB", "1__0GB"])  # fmt: skip
 def test_unclear_bytes_are_refused_by_field(text):
     """A unit that could be read two ways is an error that names the field and what was expected."""
     with pytest.raises(KvtierError, match=r"host: expected bytes with a unit such as 64GiB") as caught:
@@ -96,7 +98,7 @@ def test_sizes_are_shown_in_both_conventions():
 def test_durations_and_rates_read_well():
     """Each in the unit that a person would choose."""
     assert [show_seconds(s) for s in (2e-6, 0.0859, 12.0, 300.0, 36000.0, 1e6, float("inf"))] == [
-        "2 us", "85.9 ms", "12 s", "5 min", "10 h", "11.6 d", "never",
+        "2 us", "85.9 ms", "12 s", "5 min", "10 h", "11.6 d", "without end",
     ]  # fmt: skip
     assert show_rate(12.5e9) == "12.5 GB/s"
     assert show_rate(3.35e12) == "3.35 TB/s"

@@ -126,6 +126,14 @@ class OpenCache:
         return len(keys) // self.spec.key_bytes
 
 
+def _own(keys: bytes) -> bytes:
+    """Keys that nobody changes later, whatever buffer they come in: the path keeps them. Raises bad_request."""
+    try:
+        return keys if isinstance(keys, bytes) else bytes(memoryview(keys))
+    except TypeError:
+        raise bad("keys", "bytes, as page_keys makes them", type(keys).__name__) from None
+
+
 class KeyPath:
     """A path of page keys and the daemon's handle for it. Keeps the keys, to match again after a reconnect."""
 
@@ -146,6 +154,8 @@ class KeyPath:
         """Seconds to compute each segment."""
         self.cut = -1
         """Pages that are loaded sooner than computed; -1: not known."""
+        self.refused = ""
+        """Why the last `put` found room for fewer pages than it was given: a types.Code."""
         self._request = request, session
         self._keys: list[bytes] = []
         self._joined: Joined | None = None
@@ -161,7 +171,7 @@ class KeyPath:
 
     def _matching(self, keys: bytes) -> Steps[None]:
         """Append keys and match; only new keys are sent where the daemon has the handle."""
-        stride = self.cache.spec.stride
+        stride, keys = self.cache.spec.stride, _own(keys)
         if self.cache.spec.keyed or len(keys) % stride:
             raise bad("keys", f"whole page keys of {stride} bytes of a token cache", len(keys))
         if keys:

@@ -79,8 +79,9 @@ class HeldLease(Slots):
         How many leading rows are right: the first item that is absent or wrong ends it. For many small pages this
         costs a fraction of as many `read`s.
         """
+        parted = self._parted(group)
         self.expect_rows(out, "out", self.cache.spec.groups[group].item_bytes)
-        if self.cache.groups[group].slots_per_item > 1:
+        if parted:
             good = (self.read(group, first + at, row) for at, row in enumerate(out))
             return sum(1 for _ in itertools.takewhile(bool, good))
         spans, done = list[Span](), 0
@@ -103,7 +104,7 @@ class HeldLease(Slots):
         The first item that is absent or, where this read is verified, wrong ends them. For items that lie in one slot.
         They must not be used after `release`.
         """
-        if self.cache.groups[group].slots_per_item > 1:
+        if self._parted(group):
             raise bad("group", "items of one slot; use read", group)
         out, done = [], 0
         for span in self._spans(group, first, pages):
@@ -233,7 +234,7 @@ class HeldReservation(Slots):
 
         Items that lie together are one entry; what `wants` is false for is in none.
         """
-        if self.cache.groups[group].slots_per_item > 1:
+        if self._parted(group):
             raise bad("group", "items of one slot; use write", group)
         at = first - self.start
         if not self.writes or self.lost or at < 0 or any(self._committed[at : at + pages]):
@@ -265,6 +266,7 @@ class HeldReservation(Slots):
         read them all again at commit; for whole items of one slot. False: the reservation is lost, or some of the
         pages are not of it or are committed.
         """
+        parted = self._parted(group)
         part, spec = self.cache.slice_of(group), self.cache.spec.groups[group]
         self.expect_rows(data, "data", spec.item_bytes if part is None else part.cells * spec.cell_bytes)
         at = first - self.start
@@ -272,7 +274,7 @@ class HeldReservation(Slots):
             return False
         if not self.writes:
             return True
-        if self.cache.groups[group].slots_per_item > 1 or part is not None:
+        if parted or part is not None:
             for row, item in enumerate(data):
                 self.write(group, first + row, item)
         else:

@@ -41,7 +41,10 @@ def page_keys(spec: CacheSpec, tokens: Tokens, extras: Mapping[int, bytes] | Non
 
 def _int32(tokens: Tokens) -> npt.NDArray[np.int32]:
     """Token ids as contiguous little-endian int32; raises bad_request where one does not fit."""
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError) as exc:  # rows of different lengths, tensors of a device
+        raise bad("tokens", f"one row of token ids ({exc})") from None
     if array.ndim != 1:
         raise bad("tokens", "one row of token ids", array.shape)
     if not array.size:

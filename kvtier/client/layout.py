@@ -19,12 +19,19 @@ Parts = list[Data] | tuple[Data, ...]
 
 
 def flat(data: Data, field: str = "data") -> Bytes:
-    """Any contiguous buffer as a row of bytes without a copy; raises bad_request where it is strided."""
+    """Any contiguous buffer as a row of bytes without a copy; raises bad_request where it is strided, or none."""
     if isinstance(data, np.ndarray):
         if not data.flags.c_contiguous:
             raise bad(field, "a C-contiguous array")
-        return data.reshape(-1).view(np.uint8)
-    return np.frombuffer(data, np.uint8)
+        row = data.reshape(-1).view(np.uint8)
+    else:
+        try:
+            row = np.frombuffer(data, np.uint8)
+        except (TypeError, ValueError):
+            raise bad(field, "a numpy array, or a buffer of bytes", type(data).__name__) from None
+    if field == "out" and not row.flags.writeable:
+        raise bad(field, "memory that can be written to", type(data).__name__)
+    return row
 
 
 class Item:

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache
-from kvtier.client.held import HeldReservation
+from kvtier.client.held import SLOW_BYTES_S, HeldReservation
 from kvtier.client.layout import Bytes
 from kvtier.client.link import Away, Given, Start, Steps, Ticket, Wait
 from kvtier.client.slots import Slots
@@ -31,6 +31,7 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
     asked = min(pages, max(2, FIRST_BYTES // width))
     given = yield from path._reserving(first, asked, (), wait_ms, device=False)  # noqa: SLF001 - one idea
     held = HeldReservation(cache, first, *given)
+    path.refused = held.refused
     under_way = _UnderWay(given, held)
     at = served = 0
     try:
@@ -48,6 +49,7 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
             if under_way.coming is None:
                 break
             at, held = end, (yield from under_way.next_held(cache, first + end))
+            path.refused = held.refused
         for at, each, ticket in under_way.commits:
             published = each.committed((yield Wait(ticket, patient=False)))
             if at <= served:
@@ -95,11 +97,19 @@ def _copy(held: HeldReservation, page: int, parts: Sequence[Bytes]) -> None:
             raise Away("the reservation is lost")
 
 
+def slow_s(cache: OpenCache, data: Sequence[Bytes]) -> float:
+    """Seconds after which copying this much counts as stuck; raises bad_request where it cannot be put."""
+    _pages(cache, data)
+    return sum(rows.nbytes for rows in data) / SLOW_BYTES_S
+
+
 def _pages(cache: OpenCache, data: Sequence[Bytes]) -> int:
     """Rows of each group; raises bad_request."""
     groups = cache.spec.groups
     if cache.spec.keyed or any(group.kind is not Kind.FULL for group in groups):
         raise bad("cache", "a token cache of full groups")
+    if not isinstance(data, list | tuple):
+        raise bad("data", "a list with the rows of each group", type(data).__name__)
     if len(data) != len(groups) or len({len(rows) for rows in data}) != 1:
         raise bad("data", f"as many rows for each of {len(groups)} groups", [len(rows) for rows in data])
     for number, (group, rows) in enumerate(zip(groups, data, strict=True)):

@@ -200,10 +200,18 @@ class Slots:
             raise
         return Item(self.cache.spec.groups[group], slots), found[1]
 
+    def _parted(self, group: int) -> bool:
+        """Whether items of a group lie in several slots; raises bad_request where there is no such group."""
+        if not 0 <= group < len(self.cache.spec.groups):
+            raise bad("group", f"0..{len(self.cache.spec.groups) - 1}", group)
+        found = self.cache.groups  # none before a daemon was there
+        return bool(found) and found[group].slots_per_item > 1
+
     def _spans(self, group: int, first: int, count: int) -> Iterator[Span]:
         """Items of one slot that lie one after another, of pages [first, first + count); absent ones are in none."""
-        joined, size = self._joined, self.cache.groups[group].slot_bytes
+        joined = self._joined
         for table in self._tables.get(group, ()):
+            size = self.cache.groups[group].slot_bytes
             lo, hi = max(first, table.first), min(first + count, table.first + len(table.offsets))
             offsets = table.offsets[lo - table.first : max(lo, hi) - table.first, 0]
             sums = table.sums[lo - table.first : max(lo, hi) - table.first]
@@ -220,6 +228,10 @@ class Slots:
 
     @staticmethod
     def expect_rows(data: Bytes, field: str, width: int) -> None:
-        """Raise bad_request unless it is rows of so many bytes."""
+        """Raise bad_request unless it is rows of so many bytes, and, of `out`, such as can be copied to."""
+        if not isinstance(data, np.ndarray):
+            raise bad(field, f"a numpy array with uint8 rows of {width} bytes", type(data).__name__)
         if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != width:
             raise bad(field, f"uint8 rows of {width} bytes", (data.dtype.name, data.shape))
+        if field == "out" and data.size and not (data.flags.writeable and data.strides[1] == 1):
+            raise bad(field, "rows that can be written to and are contiguous each")

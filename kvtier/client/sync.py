@@ -12,11 +12,11 @@ from typing import Self, TypeVar, cast
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached
-from kvtier.client.held import SLOW_BYTES_S, HeldLease, HeldReservation
+from kvtier.client.held import HeldLease, HeldReservation
 from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Given, Identity, Join, Start, Steps, Ticket, Wait
 from kvtier.client.moving import Stretches, registering, registering_kv
-from kvtier.client.putting import putting
+from kvtier.client.putting import putting, slow_s
 from kvtier.client.share import adopted
 from kvtier.client.slots import Checks, Verify
 from kvtier.client.synclink import SyncLink
@@ -252,8 +252,9 @@ class Path(KeyPath):
 
         `data` has rows [pages, bytes] for each group, as `write_pages` takes them; a page that is cached is left as it
         is. Faster than to reserve, write and commit one after another. Raises bad_request unless all groups are full.
+        `refused` of the path says why there was room for fewer.
         """
-        wait_s = wait_ms / 1000 + sum(rows.nbytes for rows in data) / SLOW_BYTES_S
+        wait_s = wait_ms / 1000 + slow_s(self.cache, data)
         return self.cache.client.attempt(putting(self, first, data, wait_ms), 0, wait_s)
 
     def prefetch(self) -> None:

@@ -157,11 +157,14 @@ def _words(file: str | None) -> list[str]:
 def _ids(file: str) -> list[int]:
     """Token ids as JSON or as numbers apart."""
     text = _read_text(file)
+    apart = not text.lstrip().startswith("[")
     try:
-        found = json.loads(text) if text.lstrip().startswith("[") else text.replace(",", " ").split()
-        return [int(one) for one in found]
-    except (ValueError, TypeError, RecursionError):
-        raise bad(file, "a JSON list of token ids, or numbers apart") from None
+        found = [int(one) for one in text.replace(",", " ").split()] if apart else json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or any(type(one) is not int for one in found):  # true and 1.5 are no ids
+        raise bad(file, "a JSON list of token ids, or numbers apart")
+    return found
 
 
 def _packed(ids: list[int]) -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -59,8 +61,9 @@ class Admin:
         """Connect; raises OSError."""
         self.path = path
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._sock.settimeout(timeout_s)
+        self._timeout_s = timeout_s
         self._last = 0
+        self._until(time.monotonic() + timeout_s)
         try:
             self._sock.connect(str(path))
         except OSError:
@@ -74,19 +77,26 @@ class Admin:
         self._sock.close()
 
     def ask(self, message: Any, reply: type[R]) -> R:
-        """Send a request and wait for its reply; raises KvtierError, OSError, EOFError."""
+        """Send a request and wait for its reply, whole by the deadline; raises KvtierError, OSError, EOFError."""
         from kvtier import frames, wire  # noqa: PLC0415 - keeps --help quick
 
         self._last += 1
+        end = time.monotonic() + self._timeout_s
+        self._until(end)
         self._sock.sendall(wire.request_frame(message, self._last))
         stream = frames.Frames()
         while (frame := stream.next()) is None:
+            self._until(end)
             data = self._sock.recv(1 << 18)
             if not data:
                 raise EOFError("the daemon closed the connection")
             stream.feed(data)
         answer: R = wire.decode_reply(frame.verb, frame.body, reply)  # type: ignore[type-var]
         return answer
+
+    def _until(self, end: float) -> None:
+        """The next call of the socket ends by then."""
+        self._sock.settimeout(max(1e-3, end - time.monotonic()))
 
 
 class Call:
@@ -139,6 +149,7 @@ class Group(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **extra: Any) -> Any:
         """Run the program."""
+        _any_text()
         words = sys.argv[1:] if args is None else list(args)
         if "--json" not in words or extra.get("standalone_mode") is False:
             return super().main(args, *more, **extra)
@@ -156,6 +167,13 @@ class Group(click.Group):
         sys.exit(code)
 
 
+def _any_text() -> None:
+    """Print what a terminal's encoding has no characters for, such as a request's id, in escapes instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def verb(command: Callable[..., Data | None]) -> Callable[..., None]:
     """A verb of the daemon: adds --json, turns refusals into exit codes; the body returns what --json prints."""
 
@@ -166,7 +184,8 @@ def verb(command: Callable[..., Data | None]) -> Callable[..., None]:
         try:
             data = command(call, show=not as_json, **options)
         except KvtierError as exc:
-            raise Refused(exc.data(), f"{exc.code.value}: {exc}") from None
+            where = f" (is {call.path} the admin socket?)" if exc.field == "verb" else ""
+            raise Refused(exc.data(), f"{exc.code.value}: {exc}{where}") from None
         except (OSError, EOFError) as exc:
             raise NoDaemon(f"the daemon at {call.path} does not answer: {exc}") from None
         if as_json:

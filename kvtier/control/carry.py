@@ -30,7 +30,10 @@ def export(call: Call, show: bool, file: Path, of: wire.Prompt) -> Data:
 
     The file has its name only when it is whole and on the device. It holds KV and token ids: mode 0600.
     """
-    part = file.with_name(file.name + ".part")
+    target = Path(os.path.realpath(file))  # what a link names goes, not the link
+    if target.exists() and not target.is_file():
+        raise bad(str(file), "a regular file, or a name that nothing has")
+    part = target.with_name(target.name + ".part")
     with call.admin(WAIT_S) as admin:
         begun: Data = admin.ask(wire.Export(of), wire.Info).data
         try:
@@ -43,8 +46,8 @@ def export(call: Call, show: bool, file: Path, of: wire.Prompt) -> Data:
                     out.flush()
                     os.fsync(out.fileno())
             with _naming(file):
-                part.replace(file)
-                _sync(file.parent)
+                part.replace(target)
+                _sync(target.parent)
         except BaseException:
             part.unlink(missing_ok=True)
             with contextlib.suppress(OSError, EOFError):

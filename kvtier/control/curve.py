@@ -9,7 +9,7 @@ import click
 from kvtier.config import size
 from kvtier.control.call import Call, Data, verb
 from kvtier.types import bad
-from kvtier.views import amount
+from kvtier.views import amount, plain
 
 WIDTH: Final = 50
 
@@ -36,7 +36,8 @@ def curve(call: Call, show: bool, more: str) -> Data:
 
 def _show(pool: Data) -> None:
     """One pool: what it is, the plot, and what is asked most."""
-    click.echo(f"{pool['model']} ({pool['scope']}): {pool['requests']} requests, {pool['pages_asked']} pages asked")
+    whose = plain(f"{pool['model']} ({pool['scope']})")
+    click.echo(f"{whose}: {pool['requests']} requests, {pool['pages_asked']} pages asked")
     if pool["requests_skipped"]:
         click.echo(f"  {pool['requests_skipped']} requests more were not looked at, for want of time")
     most = max((point["hit_ratio"] for point in pool["points"]), default=0.0)

@@ -17,21 +17,28 @@ from kvtier.control.call import SECONDS, Call, Data, verb
 @click.option("--count", type=click.IntRange(0), default=0, help="Readings to show; without it, until interrupted.")
 @verb
 def top(call: Call, show: bool, interval: float, count: int) -> Data:
-    """What happens now: hits by tier, bytes by direction, latency and queues; --json prints the last reading."""
+    """What happens now: hits by tier, bytes by direction, latency and queues; --json prints the last reading.
+
+    Without --count an interrupt is its end, and no failure.
+    """
     from rich.live import Live  # noqa: PLC0415
 
     last: Data = {}
     shown = 0
     with call.admin() as admin, Live(auto_refresh=False) if show else contextlib.nullcontext() as live:
         before, at = admin.ask(wire.Metrics(), wire.Info).data, time.monotonic()
-        while not count or shown < count:
-            time.sleep(interval)
-            after, now = admin.ask(wire.Metrics(), wire.Info).data, time.monotonic()
-            last = rates(before, after, now - at)
-            before, at = after, now
-            shown += 1
-            if live is not None:
-                live.update(views.top(last), refresh=True)
+        try:
+            while not count or shown < count:
+                time.sleep(interval)
+                after, now = admin.ask(wire.Metrics(), wire.Info).data, time.monotonic()
+                last = rates(before, after, now - at)
+                before, at = after, now
+                shown += 1
+                if live is not None:
+                    live.update(views.top(last), refresh=True)
+        except KeyboardInterrupt:
+            if count or not last:
+                raise
     return last
 
 

@@ -14,8 +14,9 @@ from kvtier.sizing.hardware import Source
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.replay import belady_hits
 from kvtier.sizing.report import Column, Report, Table, Value
-from kvtier.sizing.spec import stored_slope
+from kvtier.sizing.spec import stored, stored_slope
 from kvtier.sizing.tiers import Flow, Held, Tier, hold, split_hits
+from kvtier.sizing.transfer import Move, sent_bytes
 from kvtier.types import bad
 
 NEAR_CEILING = 0.95
@@ -103,7 +104,8 @@ def analyse(trace: Trace, d: Deployment, plan: Plan) -> Analysis:
     hits = split_hits(curve, blocks, plan.exclusive)
     prompt = curve.tokens / seconds
     flow = Flow(prompt, prompt * (1 - sum(hits)), tuple(h * prompt for h in hits))
-    session = curve.tokens // max(1, curve.requests)
+    session = stored(d.model.spec, curve.tokens // max(1, curve.requests), trace.block_tokens,
+                     plan.checkpoint_every).bytes  # fmt: skip
     held = hold(plan.tiers, flow, trace.block_tokens, per_token, session, plan.exclusive)
     timings, losing = _times(trace, d, plan, curve)
     bound = None
@@ -128,20 +130,25 @@ def bottleneck(held: Sequence[Held], hit: float, ceiling: float, belady: float |
 
 
 class _Clock:
-    """Prefill and load times of one deployment, per token where that is all they depend on."""
+    """Prefill and load times of one deployment."""
 
     def __init__(self, d: Deployment, plan: Plan) -> None:
-        self.d = d
         self.compute = d.compute()
         self.spec = d.model.spec
-        self.layers = max(1, sum(c.layers for c in self.spec.components))
-        self.per_token = token_bytes(d, plan.checkpoint_every)
         self.links = [t.link for t in plan.tiers]
+        self.sizes: dict[tuple[int, int], int] = {}
 
-    def load_s(self, tier: int, tokens: int) -> float:
-        """Seconds to bring a hit of `tokens` from a tier."""
+    def loaded(self, had: int, hit: int) -> int:
+        """Bytes of a hit's tokens after the first `had`: of windows and states the one point that it resumes at."""
+        key = had, hit
+        if key not in self.sizes:
+            self.sizes[key] = sent_bytes(self.spec, Move(hit, had)) if hit > had else 0
+        return self.sizes[key]
+
+    def load_s(self, tier: int, size: int) -> float:
+        """Seconds to bring so many bytes from a tier."""
         link = self.links[tier]
-        return link.load_s(tokens * self.per_token) if link and tokens else 0.0
+        return link.load_s(size) if link and size else 0.0
 
 
 def _times(trace: Trace, d: Deployment, plan: Plan, curve: Curve) -> tuple[list[Timing], list[Losing]]:
@@ -156,22 +163,22 @@ def _times(trace: Trace, d: Deployment, plan: Plan, curve: Curve) -> tuple[list[
     for k, tier in enumerate(plan.tiers):
         serial, overlapped = [], []
         prefill = 0.0
-        lost = [0, 0]
+        lost = [0, 0, 0]
         upto = curve.per_request[k][first:]
         for r, hit_blocks in enumerate(upto):
             hit, had = hit_blocks * trace.block_tokens, before[r]
-            seconds = clock.load_s(k, hit - had)
-            if seconds > 0 and seconds > clock.compute.prefill_s(clock.spec, had, hit - had):
-                lost[0] += 1
-                lost[1] += hit - had
+            size = clock.loaded(had, hit)
+            seconds = clock.load_s(k, size)
+            if seconds > clock.compute.prefill_s(clock.spec, had, hit - had):
+                lost = [lost[0] + 1, lost[1] + hit - had, lost[2] + size]
             loads[r] += seconds
             own = clock.compute.prefill_s(clock.spec, hit, max(0, trace.input_tokens[first + r] - hit))
             prefill += own
             serial.append(loads[r] + own)
-            overlapped.append(max(loads[r], own) + min(loads[r], own) / clock.layers)
+            overlapped.append(max(loads[r], own) + min(loads[r], own) / clock.spec.layers)
             before[r] = hit
         out.append(_timing(tier.name, plan.fixed_s, serial, overlapped, prefill))
-        losing.append(Losing(lost[0], lost[1], int(lost[1] * clock.per_token)))
+        losing.append(Losing(*lost))
     return out, losing
 
 

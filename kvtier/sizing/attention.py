@@ -90,7 +90,7 @@ def mimo_v2(f: Fields, p: Precision) -> list[Component]:
         kinds = schedule(f)
     dims = (f.head_dim, f.whole("v_head_dim", f.head_dim))
     swa_dims = (f.whole("swa_head_dim", dims[0]), f.whole("swa_v_head_dim", dims[1]))
-    swa = (f.whole("swa_num_attention_heads", f.heads), f.whole("swa_num_key_value_heads", f.kv_heads))
+    swa = (f.whole("swa_num_attention_heads", f.heads), f.whole("swa_num_key_value_heads", 2 * f.kv_heads))
     span = f.whole("sliding_window")
     return [
         layer(p, k, swa, swa_dims, span) if k == WINDOW else layer(p, k, (f.heads, f.kv_heads), dims) for k in kinds

@@ -10,7 +10,7 @@ from kvtier.sizing.cost import Compute
 from kvtier.sizing.hardware import Link, Source, worst
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.report import Column, Report, Table, Value
-from kvtier.sizing.spec import Rule, Spec, stored
+from kvtier.sizing.spec import Spec, stored
 
 NEVER = float("inf")
 HOUR_S = 3600.0
@@ -98,8 +98,7 @@ def ttft_with(d: Deployment, load_s: float, prefix: int, suffix: int, fixed_s: f
     compute: Compute = d.compute()
     spec = d.model.spec
     own = compute.prefill_s(spec, prefix, suffix)
-    layers = max(1, sum(c.layers for c in spec.components if c.rule is not Rule.SCRATCH))
-    overlapped = max(load_s, own) + min(load_s, own) / layers
+    overlapped = max(load_s, own) + min(load_s, own) / spec.layers
     return Ttft(fixed_s + compute.prefill_s(spec, 0, prefix + suffix), fixed_s + load_s + own, fixed_s + overlapped)
 
 
@@ -168,7 +167,8 @@ def _retention(d: Deployment, tokens: int) -> list[Value]:
     gpu_hour, gpu_source = d.hardware.gpu_hour(d.gpu.name)
     if not gpu_hour:
         return []
-    hbm = gpu_hour / d.gpu.memory * 1e9 * MONTH_S / HOUR_S
+    copies = rank_bytes(d, tokens) * d.par.ranks / loaded_bytes(d.model.spec, tokens)
+    hbm = gpu_hour / d.gpu.memory * 1e9 * MONTH_S / HOUR_S * copies
     recompute = d.compute().prefill_s(d.model.spec, 0, tokens) / tokens * gpu_hour * d.par.ranks / HOUR_S
     out = [
         Value("recompute_dollars_per_mtok", recompute * 1e6, "$", Source.ASSUMED, f"at {gpu_hour:g} $/h a GPU"),

@@ -232,10 +232,11 @@ def _tiers(o: dict[str, Any], model: str) -> tuple[list[Tier], Any]:
     share = analysis.held_share(d)
     tiers = [
         Tier("device", device, copies=share * d.par.ranks),
-        Tier("host", o["host"], host._replace(read_bps=host.read_bps / share, write_bps=host.write_bps / share)),
+        Tier("host", o["host"], host._replace(read_bps=host.read_bps / share, write_bps=host.write_bps / share),
+             links=d.replicas),
         Tier("peer", o["peer"], pick_link(h, o["peer_link"], "peer", "100gbe")),
         Tier("disk", o["disk"], pick_link(h, o["disk_link"], "disk", "nvme4"), rated),
-    ]
+    ]  # fmt: skip
     return [t for t in tiers if t.bytes or t.name == "device"], d
 
 

@@ -113,11 +113,11 @@ def read_config(config: Mapping[str, Any], how: Reading = AS_IS, name: str = "")
         notes = ("upper bound: every layer counted as full attention over all its heads",)
     if how.draft:
         components = [*components, *_draft(fields, components)]
-    limit = fields.get("max_position_embeddings", 0)
+    longest = fields.count("max_position_embeddings")
     used = how.kv_dtype or ("fp8" if reader is latent.deepseek_v4 else "bf16")
     notes += _quantized(config, how.kv_dtype)
-    longest = limit if isinstance(limit, int) else 0
-    return Spec(name or fields.model_type, used, tuple(merge(components)), longest, notes, bound)
+    layers = fields.count("num_hidden_layers") or fields.count("decoder_layers") or len(components)
+    return Spec(name or fields.model_type, used, tuple(merge(components)), longest, notes, bound, max(1, layers))
 
 
 def upper_bound(fields: Fields, p: Precision) -> list[Component]:

@@ -41,7 +41,7 @@ def pool_of(d: Deployment, given: int = 0) -> Pool:
     utilization, source = d.hardware.constant("utilization")
     weights, weights_source = d.weights_bytes()
     reserve, reserve_source = d.hardware.constant("reserve_tp1" if d.par.ranks == 1 else "reserve_tpn")
-    activations, activation_source = d.hardware.constant("activations_moe" if d.moe else "activations")
+    activations, activation_source = d.hardware.constant("activations_moe" if d.model.mixture else "activations")
     usable = int(d.gpu.memory * utilization)
     share = -(-weights // d.par.ranks)
     parts = (("usable", usable), ("weights", share), ("reserve", int(reserve)), ("activations", int(activations)))
@@ -65,7 +65,7 @@ def concurrency(d: Deployment, pool: int, load: Load) -> Concurrency:
     each = max(1, rank_allocation(d.model.spec, length, d.par, d.engine, load.shared))
     at_once = max(0, (pool - shared) // each)
     slope = max(1.0, whole / length)
-    return Concurrency(at_once, int(pool / slope))
+    return Concurrency(at_once, max(0, int(pool / slope)))
 
 
 def step_s(d: Deployment, batch: float, length: float) -> float:
@@ -75,7 +75,7 @@ def step_s(d: Deployment, batch: float, length: float) -> float:
     """
     efficiency = d.hardware.constant("hbm_efficiency")[0]
     weights = d.weights_bytes()[0] / d.par.tp
-    if d.moe:  # each token of the batch reads its own experts until all are read
+    if d.model.mixture:  # each token of the batch reads its own experts until all are read
         weights *= min(1.0, max(1.0, batch) * d.model.active / d.model.params)
     spec = d.model.spec
     one = sum(c.layer_bytes() * c.units(int(length)) * rank_share(c, d.par) for c in spec.components)
@@ -85,7 +85,7 @@ def step_s(d: Deployment, batch: float, length: float) -> float:
 
 def ttft_s(d: Deployment, load: Load) -> float:
     """Time to the first token without queueing, a hit's part not computed."""
-    prefix = int(load.prompt * load.hit)
+    prefix = min(int(load.prompt * load.hit), load.prompt - 1)  # an engine always computes the last token
     return load.fixed_s + d.compute().prefill_s(d.model.spec, prefix, load.prompt - prefix)
 
 

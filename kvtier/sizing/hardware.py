@@ -69,6 +69,9 @@ SHARES: Final = ("utilization", "hbm_efficiency", "mfu_dense", "mfu_moe")
 """Constants that are shares of a whole, and not nothing."""
 
 SECTIONS: Final = ("gpu", "link", "price", "plan")
+ROW: Final = {"gpu": ("memory", "hbm", "bf16", "fp8", "link", "source", "note"),
+              "link": ("read", "write", "t0", "source", "note")}  # fmt: skip
+"""What a GPU or a link is described by."""
 
 
 PRICES: Final = {"gpu": "gpu_hour", "dram": "dram_gb_month", "nvme": "nvme_gb_month", "object": "object_gb_month"}
@@ -103,8 +106,11 @@ class Hardware:
             if section in ("gpu", "link"):
                 if not isinstance(value, Mapping):
                     raise bad(f"{section}.{key}", "a table")
-                known = mine.get(key, {})
-                mine[key] = {**known, "source": "exact", **value}
+                for name in value:
+                    if name not in ROW[section]:
+                        raise bad(f"{section}.{key}.{name}", f"one of {', '.join(ROW[section])}")
+                same = next((known for known in mine if known.lower() == key.lower()), key)
+                mine[same] = {**mine.get(same, {}), "source": "exact", **value}
             elif key == "gpu_hour":
                 if not isinstance(value, Mapping):
                     raise bad("price.gpu_hour", "a table of dollars by kind of GPU", value)
@@ -133,6 +139,8 @@ class Hardware:
         """The link of that name, or one written out as a rate: '7GB/s' or 'READ:WRITE:T0' such as 12GB/s:4GB/s:3ms."""
         if "/s" in name or "bps" in name:
             parts = name.split(":")
+            if len(parts) > 3:
+                raise bad("link", "a rate or READ:WRITE:T0 such as 12GB/s:4GB/s:3ms", name)
             read = parse_rate(parts[0], "link")
             write = parse_rate(parts[1], "link") if len(parts) > 1 else read
             t0 = parse_seconds(parts[2], "link") if len(parts) > 2 else 0.0

@@ -81,30 +81,36 @@ def _by_habit(f: Fields) -> list[str]:
     """The schedule that the model type implies."""
     n = f.layers
     window = f.get("sliding_window")
-    pattern = f.get("sliding_window_pattern") or PATTERN.get(f.model_type)
+    pattern = f.get("sliding_window_pattern", PATTERN.get(f.model_type))
     if f.model_type == "gpt_oss":
         return [FULL if i % 2 else WINDOW for i in range(n)]
     if isinstance(pattern, str):  # 'LLLG' of EXAONE 4
         return [FULL if pattern[i % len(pattern)] == "G" else WINDOW for i in range(n)]
-    if pattern and window:
-        return [FULL if (i + 1) % pattern == 0 else WINDOW for i in range(n)]
-    if not window or not _slides(f, window):
+    if pattern is not None and window:
+        every = f.whole("sliding_window_pattern", pattern)
+        return [WINDOW if (i + 1) % every else FULL for i in range(n)]
+    if not window or not _slides(f):
         return [FULL] * n
     first = f.count("max_window_layers") if f.get("use_sliding_window") is not None else 0
     return [WINDOW if i >= first else FULL for i in range(n)]
 
 
-def _slides(f: Fields, window: int) -> bool:
+def _slides(f: Fields) -> bool:
     """Whether a sliding_window without a schedule is in force: the field alone proves nothing."""
     declared = f.get("use_sliding_window")
     if declared is not None:
         return bool(declared)
-    return f.model_type in WHOLLY_SLIDING and window < f.get("max_position_embeddings", 1 << 62)
+    if f.model_type not in WHOLLY_SLIDING:
+        return False
+    return f.whole("sliding_window") < (f.count("max_position_embeddings") or 1 << 62)
 
 
 def owned(f: Fields, kinds: list[str]) -> list[str]:
     """The layers that own KV: the last num_kv_shared_layers read an earlier layer's; CLA shares within groups."""
-    kept = kinds[: max(0, len(kinds) - f.count("num_kv_shared_layers"))]
+    shared = f.count("num_kv_shared_layers")
+    if shared >= len(kinds):
+        raise f.refuse("num_kv_shared_layers", f"fewer than the {len(kinds)} layers")
+    kept = kinds[: len(kinds) - shared]
     if f.get("use_cla"):
         return kept[:: f.whole("cla_share_factor", 2)]
     return kept

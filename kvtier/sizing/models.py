@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvtier.sizing.families import AS_IS, Reading, read_config
-from kvtier.sizing.params import estimate
+from kvtier.sizing.params import estimate, mixture
 from kvtier.sizing.spec import Spec
 from kvtier.types import bad
 
@@ -29,6 +29,10 @@ class Model(NamedTuple):
     source: str
     weights_bytes: int = 0
     """Bytes of the checkpoint on disk, 0 where unknown."""
+    mixture: bool = False
+    """Whether a token uses a part of the experts only."""
+    how: Reading = AS_IS
+    """How the config was read."""
 
 
 def expand(value: Any) -> Any:
@@ -97,6 +101,8 @@ def load(name: str, how: Reading = AS_IS) -> Model:
         row["weights"],
         row["sure"],
         row["source"],
+        mixture=row.get("mixture", row["active_b"] < 0.9 * row["params_b"]),
+        how=how,
     )
 
 
@@ -107,7 +113,8 @@ def _from_disk(path: Path, how: Reading) -> Model:
     spec = spec._replace(notes=spec.notes + _declared_kv(path, how))
     total, active = estimate(config, spec)
     sure = "low" if spec.bound else "config"
-    return Model(spec, config, total, active, _declared_weights(config), sure, str(path), _weights_beside(path))
+    weights = _declared_weights(config)
+    return Model(spec, config, total, active, weights, sure, str(path), _weights_beside(path), mixture(config), how)
 
 
 def _object(path: Path, field: str) -> dict[str, Any]:

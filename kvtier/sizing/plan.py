@@ -32,11 +32,6 @@ class Deployment(NamedTuple):
     replicas: int = 1
     causal: bool = True
 
-    @property
-    def moe(self) -> bool:
-        """Whether a token uses a part of the parameters only."""
-        return self.model.active < 0.9 * self.model.params
-
     def weights_bytes(self) -> tuple[int, Source]:
         """Bytes of the weights of one replica."""
         if self.weights and self.weights not in WEIGHT_BYTES:
@@ -53,10 +48,12 @@ class Deployment(NamedTuple):
             if not 0 < self.mfu <= 1:
                 raise bad("mfu", "a share between 0 and 1", self.mfu)
             return self.mfu
-        return self.hardware.constant("mfu_moe" if self.moe else "mfu_dense")[0]
+        return self.hardware.constant("mfu_moe" if self.model.mixture else "mfu_dense")[0]
 
     def compute(self) -> Compute:
-        """The prefill rate of one replica."""
+        """The prefill rate of one replica; raises KvtierError where nobody knows the work of a token."""
+        if not self.model.active:
+            raise bad("hidden_size", "a config that parameters can be counted from", self.model.spec.name)
         native = "fp8" if (self.weights or self.model.weights_dtype) == "fp8" else "bf16"
         dtype = self.compute_dtype or native
         return compute_of(self.model.active, self.gpu, self.par.ranks, self.achieved(), dtype, self.causal)

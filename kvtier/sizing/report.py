@@ -55,7 +55,8 @@ class Report(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Values by name, tables as lists of objects, the source of each under `sources`."""
         tables = {
-            t.key: [dict(zip((c.key for c in t.columns), row, strict=True)) for row in t.rows] for t in self.tables
+            t.key: [dict(zip((c.key for c in t.columns), map(_plain, row), strict=True)) for row in t.rows]
+            for t in self.tables
         }
         sources: dict[str, Any] = {v.key: v.source.value for v in self.values}
         sources |= {t.key: {c.key: c.source.value for c in t.columns} for t in self.tables}

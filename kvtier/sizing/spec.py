@@ -64,6 +64,8 @@ class Spec(NamedTuple):
     notes: tuple[str, ...] = ()
     bound: bool = False
     """Whether this is an upper bound for an architecture that is not known."""
+    layers: int = 1
+    """Decoder layers: the steps that a load can overlap with computing."""
 
     @property
     def slope(self) -> Fraction:

@@ -64,7 +64,7 @@ def _planned(d: Deployment, asked: Asked, traces: Sequence[Path]) -> tuple[Flow,
     hits = _given_hits(asked.hits, asked.tiers)
     prompt = asked.rate * asked.prompt
     flow = Flow(prompt, prompt * (1 - sum(hits)) + asked.rate * asked.answer, tuple(h * prompt for h in hits))
-    held = hold(asked.tiers, flow, BLOCK, per_token, asked.session, asked.exclusive)
+    held = hold(asked.tiers, flow, BLOCK, per_token, _session_bytes(d, asked), asked.exclusive)
     return flow, held, per_token, Source.EXACT if asked.hits else Source.ASSUMED
 
 
@@ -77,10 +77,9 @@ def tiers_report(d: Deployment, asked: Asked, traces: Sequence[Path] = ()) -> Re
     own = own_budget(pages, c("daemon_base")[0], c("page_overhead")[0], c("gpu_context")[0], c("disk_page_overhead")[0])
     host = next((h.tier.bytes for h in held if h.tier.name == "host"), 0)
     total = (sum if asked.exclusive else max)(h.tokens for h in held)
-    session = stored(d.model.spec, asked.session, BLOCK).bytes
     values = [
         Value("bytes_per_token", per_token, "B/token", Source.EXACT, "as a tier stores it"),
-        Value("session_bytes", session, "B", Source.EXACT, f"{asked.session:,} tokens"),
+        Value("session_bytes", _session_bytes(d, asked), "B", Source.EXACT, f"{asked.session:,} tokens"),
         Value("distinct_tokens", total, "tokens", Source.EXACT, _reach(asked)),
         Value("hit", sum(h.hit for h in held), "%", source, "" if source is Source.EXACT else "give --hits or --trace"),
         Value("insert_bytes_per_s", flow.new_tokens * per_token, "B/s", source, "new KV"),
@@ -103,6 +102,11 @@ def tiers_report(d: Deployment, asked: Asked, traces: Sequence[Path] = ()) -> Re
         (Table("tiers", tier_columns(link), [tier_row(h) for h in held]),),
         notes,
     )
+
+
+def _session_bytes(d: Deployment, asked: Asked) -> int:
+    """Bytes of a session in a tier, its resumable points included."""
+    return stored(d.model.spec, asked.session, BLOCK, asked.checkpoint_every).bytes
 
 
 def _reach(asked: Asked) -> str:

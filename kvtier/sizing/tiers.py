@@ -23,6 +23,8 @@ class Tier(NamedTuple):
     """Endurance; 0 for memory."""
     copies: float = 1.0
     """Of each byte: ranks that share no heads have a copy each."""
+    links: int = 1
+    """Links of this kind side by side: to host memory every replica has its own."""
 
     def holds(self, block: float) -> int:
         """Different blocks of so many bytes that there is room for."""
@@ -98,7 +100,7 @@ def wait_seconds(load: float, service_s: float) -> float:
 
 
 def hold(
-    tiers: Sequence[Tier], flow: Flow, block_tokens: int, token_bytes: float, session_tokens: int, exclusive: bool
+    tiers: Sequence[Tier], flow: Flow, block_tokens: int, token_bytes: float, session_bytes: int, exclusive: bool
 ) -> list[Held]:
     """Each tier in numbers, from the top down."""
     out = []
@@ -109,12 +111,12 @@ def hold(
         read_bps, write_bps = read * token_bytes, write * token_bytes
         link = tier.link
         # a lower tier's write comes over its own link, not over the one above it
-        read_load = read_bps / link.read_bps if link else 0.0
-        write_load = write_bps / link.write_bps if link else 0.0
+        read_load = read_bps / (link.read_bps * tier.links) if link else 0.0
+        write_load = write_bps / (link.write_bps * tier.links) if link else 0.0
         per_day = write_bps * DAY_S
         rated = tier.bytes * tier.drive_writes_per_day
         out.append(Held(
-            tier, blocks, tokens, tokens / session_tokens if session_tokens else 0.0,
+            tier, blocks, tokens, tier.bytes / (session_bytes * tier.copies) if session_bytes else 0.0,
             flow.hits[k] / flow.prompt_tokens if flow.prompt_tokens else 0.0,
             read_bps, write_bps, read_load, write_load,
             wait_seconds(read_load, link.load_s(block)) if link else 0.0, tokens / write if write else float("inf"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.sizing.breakeven import loaded_bytes
-from kvtier.sizing.families import Reading, read_config
+from kvtier.sizing.families import read_config
 from kvtier.sizing.hardware import Link, Source, worst
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.report import Column, Report, Table, Value
@@ -46,7 +46,7 @@ def transfer_report(d: Deployment, move: Move, links: Sequence[Link], dtypes: Se
     whole = loaded_bytes(spec, move.prompt)
     rows = []
     for dtype in dtypes:
-        sent_spec = read_config(d.model.config, Reading(dtype)) if dtype else spec
+        sent_spec = read_config(d.model.config, d.model.how._replace(kv_dtype=dtype)) if dtype else spec
         sent = sent_bytes(sent_spec, move)
         for link in links:
             seconds = link.t0_s + sent / (link.read_bps * move.links)

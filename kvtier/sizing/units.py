@@ -20,7 +20,8 @@ _SECONDS: Final = {
     "us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": Fraction(1), "min": Fraction(60),
     "h": Fraction(3600), "d": Fraction(86400),
 }  # fmt: skip
-_NUMBER: Final = re.compile(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z/]*)\s*")
+_WHOLE: Final = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*"  # 1,500 is fifteen hundred, 1,5 is no number
+_NUMBER: Final = re.compile(rf"\s*((?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z/]*)\s*")
 
 
 def _split(text: str, units: dict[str, Fraction], field: str, expected: str, bare: str) -> Fraction:
@@ -109,7 +110,7 @@ def show_bytes(n: float) -> str:
 def show_seconds(s: float) -> str:
     """A duration for people in the unit that reads best."""
     if s == float("inf"):
-        return "never"
+        return "without end"
     for limit, size, unit in ((1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min")):
         if abs(s) < limit:
             return f"{s / size:.3g} {unit}"
