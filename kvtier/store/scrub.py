@@ -21,7 +21,9 @@ from kvtier.types import NO_COPY, KvtierError, Tier
 REST_S = 5.0
 """Between two rounds, and while there is nothing to read."""
 BATCH_BYTES: Final = 1 << 20
-"""Copies are read in batches of so much: one job of the mover each, and one turn of the loop."""
+"""Copies are read in batches of so much: one job of the mover each, and one turn of the loop,"""
+BATCH_COPIES: Final = 256
+"""and of so many at most: that turn is to take less than a millisecond."""
 _log = logging.getLogger("kvtier.scrub")
 
 
@@ -91,7 +93,7 @@ class Scrub:
                 for place in _places(cache, node, tiers):
                     batch.append(place)
                     size += place.nbytes
-                    if size >= BATCH_BYTES:
+                    if size >= BATCH_BYTES or len(batch) == BATCH_COPIES:
                         yield batch
                         batch, size = [], 0
             if batch:
