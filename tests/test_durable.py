@@ -51,6 +51,37 @@ async def test_a_page_is_durable_only_with_all_pages_before_it(tmp_path: Path) -
         assert await engine.get(keys) == 4
 
 
+async def test_thousands_of_pages_that_a_sick_disk_refused_hold_the_loop_no_longer_than_a_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next page of a long prompt brings all of them, what is before a branch of it too, at one look."""
+    keys, branch = tokens(*range(1, 3001)), tokens(*range(1, 2001), *range(5001, 5003))
+    disk = Failing()
+    async with storing(tmp_path, host=64 * MIB, disk=64 * MIB, calls=disk) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        disk.broken = True
+        assert await engine.put(keys[: 2999 * 8]) == 2999
+        await until(lambda: not store.parts.persist.pending)
+        disk.broken = False
+        await until(lambda: not store.parts.disk.sick)
+        persist, coming, asked = store.parts.persist, store.parts.persist.coming, []
+        monkeypatch.setattr(persist, "coming", lambda *where: asked.append(where) or coming(*where))
+        assert await engine.put(keys, start=2999) == 1
+        assert await engine.put(branch, start=2000) == 2
+        offered = [(entry.begin, entry.end) for entry in persist.pending]
+        assert len(asked) <= 8
+        assert offered == [(0, 3000), (2000, 2002)]
+        await engine.call(wire.Flush())
+        assert store.parts.check() == []
+        engine.leave()
+    async with storing(tmp_path, host=64 * MIB, disk=64 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        assert (await engine.match(keys)).pages == 3000
+        assert (await engine.match(branch)).pages == 2002
+
+
 async def test_pages_after_a_stored_prefix_survive_a_restart(tmp_path: Path) -> None:
     """A reservation that begins with pages on disk already writes a run of the others alone."""
     keys = tokens(*range(1, 101))

@@ -99,6 +99,20 @@ def held_to(held: array[int] | None) -> int:
     return 0 if held is None else -(-len(held.tobytes().rstrip(b"\xff")) // 8)
 
 
+def shared_to(one: Node, other: Node) -> int:
+    """Where the paths to two nodes of one index part: the end of the last node that is on both."""
+    up: Node | None = one
+    beside: Node | None = other
+    while up is not beside:
+        if up is None or beside is None:
+            return 0
+        if up.end >= beside.end:
+            up = up.parent
+        else:
+            beside = beside.parent
+    return 0 if up is None else up.end
+
+
 def on_path(deep: Node, node: Node) -> bool:
     """Whether `node` is on the path to `deep`."""
     up: Node | None = deep

@@ -11,8 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from kvtier.index import Node
-from kvtier.index.node import on_path
+from kvtier.index.node import on_path, shared_to
 from kvtier.store.cache import Cache
 from kvtier.store.diskroom import FULL_S, DiskRoom
 from kvtier.store.entries import GONE, Entry, Failures
@@ -71,8 +73,8 @@ class Persist:
         """
         if self.disk is None or self.disk.sick or cache.retired:
             return False
-        while not self._parent_saved(cache, node, first) and self.coming(cache, node, first - 1) is None:
-            first -= 1
+        if not self._parent_saved(cache, node, first) and self.coming(cache, node, first - 1) is None:
+            first = self._kept_to(cache, node, first)
         if self.queued_pages + end - first > MAX_QUEUED_PAGES:
             return False
         entry = Entry(cache, node, first, end, notify)
@@ -83,6 +85,22 @@ class Persist:
         self.queued_pages += end - first
         self.pump_soon()
         return True
+
+    def _kept_to(self, cache: Cache, node: Node, end: int) -> int:
+        """End of the last of the path's pages [0, end) that is on disk, or on its way there: 0 where none is.
+
+        After a time in which disk took nothing there may be thousands, so that nobody looks at them one by one.
+        """
+        there = np.ones(end, bool)
+        for group in cache.index.anchors:
+            there &= np.array(cache.gather(node, group, 0, end, Tier.DISK), np.int64) != NO_COPY
+        saved = np.flatnonzero(there)
+        kept = int(saved[-1]) + 1 if saved.size else 0
+        for entry in self.pending:
+            if entry.cache is cache and not entry.failed:
+                shared = min(entry.end, shared_to(node, entry.node), end)
+                kept = max(kept, shared) if entry.begin < shared else kept
+        return kept
 
     def coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
         """The entry that brings a page of the path to `node` to disk, if one does."""
