@@ -77,8 +77,9 @@ def rows() -> Iterator[tuple[int, np.ndarray]]:
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-def goes_on(client: Client, reconnects: bool) -> None:
+def goes_on(daemon: Any, reconnects: bool) -> None:
     """Interrupt pings at one moment after the other: every thread must be served afterwards."""
+    client = Client(daemon.socket, instance="engine", timeout_s=0.5)
     for number in itertools.count(1):
         assert client.ping()
         if reconnects:
@@ -88,18 +89,25 @@ def goes_on(client: Client, reconnects: bool) -> None:
         until(lambda: in_thread(client.ping))
         until(client.ping)
     assert number > 20
+    until(lambda: client.ping() and processes(daemon) == (1, 0))
     client.close()
+
+
+def processes(daemon: Any) -> tuple[int, int]:
+    """How many an instance has that is the only one, and how many of them lost their connection."""
+    (found,) = status(daemon)["instances"]
+    return len(found["pids"]), found["left"]
 
 
 def test_a_client_goes_on_after_an_interrupt_at_any_moment_of_a_request(daemon, at_once, no_leaks):
     """No lock and no flag stays as the interrupt found it, nor a descriptor."""
-    goes_on(Client(daemon.socket, instance="engine", timeout_s=0.5), reconnects=False)
+    goes_on(daemon, reconnects=False)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a socket that is left to the collector
 def test_a_client_goes_on_after_an_interrupt_at_any_moment_of_connecting(daemon, at_once):
     """The thread that connects lets the others connect."""
-    goes_on(Client(daemon.socket, instance="engine", timeout_s=0.5), reconnects=True)
+    goes_on(daemon, reconnects=True)
 
 
 def test_a_client_goes_on_when_a_thread_waits_while_another_is_interrupted(daemon, at_once):
@@ -354,6 +362,26 @@ async def test_what_is_granted_to_a_task_that_is_cancelled_as_it_sends_is_given_
         for _ in range(2):
             assert await client.ping()
         assert engine(daemon) == (0, 0)
+
+
+async def test_a_task_that_is_cancelled_as_it_connects_leaves_no_session(daemon, monkeypatch):
+    """The daemon had welcomed it: a process that it seemed to have would keep what is lost later from returning."""
+    async with AsyncClient(daemon.socket, instance="engine", timeout_s=20.0) as client:
+        welcomed = asyncio.Event()
+
+        async def slowly(*_: Any, **__: Any) -> None:
+            welcomed.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.get_running_loop(), "create_unix_connection", slowly)
+            pinging = asyncio.ensure_future(client.ping())
+            await welcomed.wait()
+            pinging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pinging
+        assert await client.ping()
+        assert processes(daemon) == (1, 0)
 
 
 async def test_rows_of_a_load_that_is_cancelled_as_it_is_sent_stay_fenced_until_its_end(daemon, rows):
