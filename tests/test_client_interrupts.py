@@ -34,6 +34,7 @@ from clientkit import (
     stopped,
     until,
 )
+from kvtier import wire
 from kvtier.client import AsyncClient, Client, copying, held, link, page_keys
 from kvtier.client.aio import AsyncCache
 from kvtier.demo.daemon import Daemon
@@ -361,6 +362,42 @@ async def test_what_is_granted_to_a_task_that_is_cancelled_as_it_sends_is_given_
             await cancelled(asyncio.ensure_future(path.reserve(2, 2)))
         for _ in range(2):
             assert await client.ping()
+        assert engine(daemon) == (0, 0)
+
+
+async def test_what_is_given_back_while_many_requests_wait_is_said_whatever_becomes_of_its_task(daemon):
+    """A `with` that ends by one cancellation is ended by another; nobody would say it later."""
+    with Client(daemon.socket, instance="writer") as writer:
+        put(writer.open(SPEC), 2)
+    async with AsyncClient(daemon.socket, instance="engine", timeout_s=20.0) as client:
+        path = await (await client.open(SPEC)).match(keys(4))
+        held = [await path.acquire(), await path.reserve(2, 2)]
+        with stopped(daemon.pid):
+            waiting = [asyncio.ensure_future(client.ping()) for _ in range(link.IN_FLIGHT)]
+            await asyncio.sleep(0.02)
+            giving_back = [asyncio.ensure_future(held[0].release()), asyncio.ensure_future(held[1].abort())]
+            await asyncio.sleep(0.02)
+            for each in giving_back:
+                each.cancel()
+            await asyncio.gather(*giving_back, return_exceptions=True)
+        assert all(await asyncio.gather(*waiting))
+        assert await client.ping()
+        assert engine(daemon) == (0, 0)
+
+
+def test_what_is_given_back_to_a_daemon_that_hangs_is_given_back_when_it_goes_on(daemon):
+    """Beside as many requests as a client leaves unanswered, of which none ends in time."""
+    with Client(daemon.socket, instance="engine", timeout_s=0.3) as client:
+        cache = client.open(SPEC)
+        put(cache, 2)
+        path = cache.match(keys(4))
+        held = [path.acquire(), path.reserve(2, 2)]
+        with stopped(daemon.pid):
+            waiting = [client.submit(wire.Ping(), wire.Ok) for _ in range(link.IN_FLIGHT)]
+            held[0].release()
+            held[1].abort()
+        assert [client.wait(each, DEADLINE) for each in waiting] == [wire.Ok()] * link.IN_FLIGHT
+        assert client.connected
         assert engine(daemon) == (0, 0)
 
 

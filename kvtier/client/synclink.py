@@ -107,7 +107,7 @@ class SyncLink:
             case Wait(ticket, patient):
                 return ticket.waker.wait(ticket, deadline, patient=patient)
             case Post(joined, message):
-                self._on(joined).start(message, wire.Ok, deadline)
+                self._on(joined).start(message, wire.Ok, deadline, at_once=True)
                 return None
             case Hand(message, fds, reply):
                 return self._aside(message, list(fds), reply, deadline)[0]
