@@ -385,6 +385,34 @@ async def test_what_is_given_back_while_many_requests_wait_is_said_whatever_beco
         assert engine(daemon) == (0, 0)
 
 
+def test_a_client_that_is_closed_while_a_thread_connects_stays_closed(daemon):
+    """Its connection ends as soon as it is there; nothing is asked for on it."""
+    client = Client(daemon.socket, instance="engine", timeout_s=DEADLINE)
+    with stopped(daemon.pid):
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(client.ping()))
+        thread.start()
+        until(lambda: client.link._dialer)
+        client.close()
+    thread.join(DEADLINE)
+    assert found == [False]
+    assert not client.connected
+    until(lambda: not status(daemon)["instances"])
+
+
+async def test_an_async_client_that_is_closed_while_a_task_connects_stays_closed(daemon):
+    """The same."""
+    client = AsyncClient(daemon.socket, instance="engine", timeout_s=DEADLINE)
+    with stopped(daemon.pid):
+        pinging = asyncio.ensure_future(client.ping())
+        await asyncio.sleep(0.02)
+        await client.close()
+    assert not await pinging
+    assert not client.connected
+    await asyncio.sleep(0)
+    until(lambda: not status(daemon)["instances"])
+
+
 def test_what_is_given_back_to_a_daemon_that_hangs_is_given_back_when_it_goes_on(daemon):
     """Beside as many requests as a client leaves unanswered, of which none ends in time."""
     with Client(daemon.socket, instance="engine", timeout_s=0.3) as client:

@@ -219,7 +219,11 @@ class AsyncLink:
         except (Away, KvtierError) as exc:
             raise self.recovery.failed(exc, now()) from exc
         self.recovery.succeeded()
-        return self._stream.joined
+        joined = self._stream.joined
+        if self.recovery.closed:  # meanwhile, when there was nothing to disconnect
+            await self.leave()
+            raise Away("this client is closed")
+        return joined
 
     async def _hello(self, deadline: float) -> _Stream:
         """Say Hello and map the arenas."""

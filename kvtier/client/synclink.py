@@ -182,6 +182,9 @@ class SyncLink:
             raise self.recovery.failed(exc, time.monotonic()) from exc
         self._talk = Talk(pipe, self._events, self._ended)
         self.recovery.succeeded()
+        if self.recovery.closed:  # meanwhile, when there was nothing to disconnect
+            self._talk.leave(deadline)
+            raise Away("this client is closed")
         return pipe.joined
 
     def _ended(self) -> None:
