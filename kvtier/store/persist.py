@@ -242,7 +242,7 @@ class Persist:
         return done
 
     def _record(self, cache: Cache, node: Node, first: int, items: list[Item], run_id: int) -> None:
-        """Note the disk copies of a run that is durable now; pages that are gone, or that another brought first, go again.
+        """Note the disk copies of a run that is durable now; pages that are gone, or came with another run, go again.
 
         Where its end is gone, what is before that may be others' beginning: what they stored names it as its parent.
         """
