@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from engines import Engine, idle, spec, tokens
+from engines import Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import Slice
 from kvtier.store import slices
-from storekit import MIB, Failing, storing, until
+from storekit import MIB, Failing, quiet, storing, until
 
 LONG = tokens(*range(1, 41))
 OTHERS = [tokens(1000 + n) for n in range(30)]
@@ -108,4 +108,24 @@ async def test_what_was_reported_durable_keeps_its_beginning_though_another_end_
         await engine.open(spec())
         assert await engine.get(two) == 6
         assert (await engine.match(one)).pages == 3
+        engine.leave()
+
+
+async def test_a_purge_is_not_done_while_somebody_holds_what_was_evicted_before_it(tmp_path: Path) -> None:
+    """Its bytes are on disk until it is let go of: the purge says so, and the next one takes them."""
+    keys = tokens(1, 2, 3)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec(salt=b"tenant"))
+        await engine.put(keys)
+        await quiet(store)
+        lease = (await engine.call(wire.Acquire((await engine.match(keys)).handle))).lease
+        await store.admin[wire.Evict](wire.Evict(wire.Prompt(tokens=keys), "all", 1000))
+        purge = wire.DiskPurge(salt=b"tenant")
+        said = (await store.admin[wire.DiskPurge](purge)).data
+        assert (said["held"], said["healthy"]) == (3, False)
+        await engine.call(wire.Release(lease))
+        assert (await store.admin[wire.DiskPurge](purge)).data["healthy"]
+        page = bytes(content(keys[:8], 0, 4000))
+        assert page not in (tmp_path / "extents").read_bytes()
         engine.leave()
