@@ -91,8 +91,7 @@ async def test_what_was_reported_durable_keeps_its_beginning_though_another_end_
         persist.room.order.late = not written
         assert await engine.put(one) == 6
         assert await engine.put(two, start=3) == 3
-        await asyncio.sleep(0)
-        assert persist._writing == 2 * written
+        await until(lambda: persist._writing == 2 or not written)
         evict = wire.Evict(wire.Prompt(tokens=one), "all", 1000)
         assert (await store.admin[wire.Evict](evict)).data["held"] == 3
         persist.room.order.late = False
