@@ -34,6 +34,7 @@ from clientkit import (
     stopped,
     until,
 )
+from kvtier import wire
 from kvtier.client import AsyncClient, Client, copying, held, link, page_keys
 from kvtier.client.aio import AsyncCache
 from kvtier.demo.daemon import Daemon
@@ -77,8 +78,9 @@ def rows() -> Iterator[tuple[int, np.ndarray]]:
 # -- interrupts ------------------------------------------------------------------------------------------------------
 
 
-def goes_on(client: Client, reconnects: bool) -> None:
+def goes_on(daemon: Any, reconnects: bool) -> None:
     """Interrupt pings at one moment after the other: every thread must be served afterwards."""
+    client = Client(daemon.socket, instance="engine", timeout_s=0.5)
     for number in itertools.count(1):
         assert client.ping()
         if reconnects:
@@ -88,18 +90,25 @@ def goes_on(client: Client, reconnects: bool) -> None:
         until(lambda: in_thread(client.ping))
         until(client.ping)
     assert number > 20
+    until(lambda: client.ping() and processes(daemon) == (1, 0))
     client.close()
+
+
+def processes(daemon: Any) -> tuple[int, int]:
+    """How many an instance has that is the only one, and how many of them lost their connection."""
+    (found,) = status(daemon)["instances"]
+    return len(found["pids"]), found["left"]
 
 
 def test_a_client_goes_on_after_an_interrupt_at_any_moment_of_a_request(daemon, at_once, no_leaks):
     """No lock and no flag stays as the interrupt found it, nor a descriptor."""
-    goes_on(Client(daemon.socket, instance="engine", timeout_s=0.5), reconnects=False)
+    goes_on(daemon, reconnects=False)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a socket that is left to the collector
 def test_a_client_goes_on_after_an_interrupt_at_any_moment_of_connecting(daemon, at_once):
     """The thread that connects lets the others connect."""
-    goes_on(Client(daemon.socket, instance="engine", timeout_s=0.5), reconnects=True)
+    goes_on(daemon, reconnects=True)
 
 
 def test_a_client_goes_on_when_a_thread_waits_while_another_is_interrupted(daemon, at_once):
@@ -354,6 +363,90 @@ async def test_what_is_granted_to_a_task_that_is_cancelled_as_it_sends_is_given_
         for _ in range(2):
             assert await client.ping()
         assert engine(daemon) == (0, 0)
+
+
+async def test_what_is_given_back_while_many_requests_wait_is_said_whatever_becomes_of_its_task(daemon):
+    """A `with` that ends by one cancellation is ended by another; nobody would say it later."""
+    with Client(daemon.socket, instance="writer") as writer:
+        put(writer.open(SPEC), 2)
+    async with AsyncClient(daemon.socket, instance="engine", timeout_s=20.0) as client:
+        path = await (await client.open(SPEC)).match(keys(4))
+        held = [await path.acquire(), await path.reserve(2, 2)]
+        with stopped(daemon.pid):
+            waiting = [asyncio.ensure_future(client.ping()) for _ in range(link.IN_FLIGHT)]
+            await asyncio.sleep(0.02)
+            giving_back = [asyncio.ensure_future(held[0].release()), asyncio.ensure_future(held[1].abort())]
+            await asyncio.sleep(0.02)
+            for each in giving_back:
+                each.cancel()
+            await asyncio.gather(*giving_back, return_exceptions=True)
+        assert all(await asyncio.gather(*waiting))
+        assert await client.ping()
+        assert engine(daemon) == (0, 0)
+
+
+def test_a_client_that_is_closed_while_a_thread_connects_stays_closed(daemon):
+    """Its connection ends as soon as it is there; nothing is asked for on it."""
+    client = Client(daemon.socket, instance="engine", timeout_s=DEADLINE)
+    with stopped(daemon.pid):
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(client.ping()))
+        thread.start()
+        until(lambda: client.link._dialer)
+        client.close()
+    thread.join(DEADLINE)
+    assert found == [False]
+    assert not client.connected
+    until(lambda: not status(daemon)["instances"])
+
+
+async def test_an_async_client_that_is_closed_while_a_task_connects_stays_closed(daemon):
+    """The same."""
+    client = AsyncClient(daemon.socket, instance="engine", timeout_s=DEADLINE)
+    with stopped(daemon.pid):
+        pinging = asyncio.ensure_future(client.ping())
+        await asyncio.sleep(0.02)
+        await client.close()
+    assert not await pinging
+    assert not client.connected
+    await asyncio.sleep(0)
+    until(lambda: not status(daemon)["instances"])
+
+
+def test_what_is_given_back_to_a_daemon_that_hangs_is_given_back_when_it_goes_on(daemon):
+    """Beside as many requests as a client leaves unanswered, of which none ends in time."""
+    with Client(daemon.socket, instance="engine", timeout_s=0.3) as client:
+        cache = client.open(SPEC)
+        put(cache, 2)
+        path = cache.match(keys(4))
+        held = [path.acquire(), path.reserve(2, 2)]
+        with stopped(daemon.pid):
+            waiting = [client.submit(wire.Ping(), wire.Ok) for _ in range(link.IN_FLIGHT)]
+            held[0].release()
+            held[1].abort()
+        assert [client.wait(each, DEADLINE) for each in waiting] == [wire.Ok()] * link.IN_FLIGHT
+        assert client.connected
+        assert engine(daemon) == (0, 0)
+
+
+async def test_a_task_that_is_cancelled_as_it_connects_leaves_no_session(daemon, monkeypatch):
+    """The daemon had welcomed it: a process that it seemed to have would keep what is lost later from returning."""
+    async with AsyncClient(daemon.socket, instance="engine", timeout_s=20.0) as client:
+        welcomed = asyncio.Event()
+
+        async def slowly(*_: Any, **__: Any) -> None:
+            welcomed.set()
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.get_running_loop(), "create_unix_connection", slowly)
+            pinging = asyncio.ensure_future(client.ping())
+            await welcomed.wait()
+            pinging.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pinging
+        assert await client.ping()
+        assert processes(daemon) == (1, 0)
 
 
 async def test_rows_of_a_load_that_is_cancelled_as_it_is_sent_stay_fenced_until_its_end(daemon, rows):

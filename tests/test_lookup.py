@@ -296,6 +296,29 @@ async def test_what_waits_for_other_runs_is_indexed_in_slices(tmp_path: Path, ga
         engine.leave()
 
 
+async def test_what_goes_on_from_a_part_that_waits_for_other_runs_waits_with_it(tmp_path: Path, gate: Gate) -> None:
+    """Its parent comes last, from a run in whose middle another one lies: it is not dropped for want of it."""
+    gate.opened.set()
+    holed(tmp_path, 20)
+    with Owner(tmp_path, 64 * MIB) as owner:
+        (number,) = owner.tier.caches()
+        for n in range(20):
+            parent = chain_keys(owner.tier.caches()[number].cache_id[:16], tokens(9000 + n, 1, 2, n), spec().stride)[
+                -16:
+            ]
+            chains = chain_keys(parent, tokens(7, 8), spec().stride)
+            items = owner.items(number, 100 + n, 2)
+            assert owner.submit(number, n, items, keys=tokens(7, 8), parent=parent, depth=4, chains=chains)
+            owner.wait(lambda n=n: n in owner.results)
+    async with starting(tmp_path) as store:
+        await store.loading
+        engine = Engine(store)
+        await engine.open(spec())
+        assert {(await engine.match(tokens(9000 + n, 1, 2, n, 7, 8))).pages for n in range(20)} == {6}
+        assert store.parts.counts["orphan_pages"] == 0
+        engine.leave()
+
+
 def test_places_of_a_wide_tree_are_looked_into_step_by_step() -> None:
     """A prompt that branches off among many is found, by whoever asks between two steps too."""
     index = RadixIndex(spec(), b"r" * 16, {})

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 
 import pytest
 
-from engines import Engine, idle, spec, tokens
+from engines import Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import Slice
 from kvtier.store import slices
-from storekit import MIB, storing
+from storekit import MIB, Failing, quiet, storing, until
 
 LONG = tokens(*range(1, 41))
 OTHERS = [tokens(1000 + n) for n in range(30)]
@@ -73,3 +75,56 @@ async def test_shards_mean_the_same_in_an_epoch_that_others_have_opened_in_anoth
         for each in (first, third, other):
             each.leave()
         assert idle(store) == []
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["being written", "waiting"])
+async def test_what_was_reported_durable_keeps_its_beginning_though_another_end_of_that_is_evicted(
+    tmp_path: Path, written: bool
+) -> None:
+    """The pages before a branch were on their way to disk together with one of its ends, which goes meanwhile."""
+    calls = Failing()
+    one, two = tokens(1, 2, 3, 10, 11, 12), tokens(1, 2, 3, 20, 21, 22)
+    async with storing(tmp_path / "disk", calls=calls) as store:
+        engine, persist = Engine(store), store.parts.persist
+        await engine.open(spec())
+        calls.gate.clear()
+        persist.room.order.late = not written
+        assert await engine.put(one) == 6
+        assert await engine.put(two, start=3) == 3
+        await until(lambda: persist._writing == 2 or not written)
+        evict = wire.Evict(wire.Prompt(tokens=one), "all", 1000)
+        assert (await store.admin[wire.Evict](evict)).data["held"] == 3
+        persist.room.order.late = False
+        persist.pump()
+        calls.gate.set()
+        await until(lambda: not persist.pending)
+        assert [event.pages for event in engine.events] == [3]
+        shutil.copytree(tmp_path / "disk", tmp_path / "crashed")
+        engine.leave()
+        assert idle(store) == []
+    async with storing(tmp_path / "crashed") as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        assert await engine.get(two) == 6
+        assert (await engine.match(one)).pages == 3
+        engine.leave()
+
+
+async def test_a_purge_is_not_done_while_somebody_holds_what_was_evicted_before_it(tmp_path: Path) -> None:
+    """Its bytes are on disk until it is let go of: the purge says so, and the next one takes them."""
+    keys = tokens(1, 2, 3)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        await engine.open(spec(salt=b"tenant"))
+        await engine.put(keys)
+        await quiet(store)
+        lease = (await engine.call(wire.Acquire((await engine.match(keys)).handle))).lease
+        await store.admin[wire.Evict](wire.Evict(wire.Prompt(tokens=keys), "all", 1000))
+        purge = wire.DiskPurge(salt=b"tenant")
+        said = (await store.admin[wire.DiskPurge](purge)).data
+        assert (said["held"], said["healthy"]) == (3, False)
+        await engine.call(wire.Release(lease))
+        assert (await store.admin[wire.DiskPurge](purge)).data["healthy"]
+        page = bytes(content(keys[:8], 0, 4000))
+        assert page not in (tmp_path / "extents").read_bytes()
+        engine.leave()

@@ -167,9 +167,10 @@ class Peer:
         return await self.reply(kind)
 
     async def join(self, hello: wire.Hello = HELLO) -> wire.Welcome:
-        """Say Hello."""
+        """Say Hello, and one word more: who says nothing else is given nothing, and is over with its connection."""
         welcome = await self.ask(hello, wire.Welcome)
         assert isinstance(welcome, wire.Welcome)
+        assert await self.ask(wire.Ping()) == wire.Ok()
         return welcome
 
     def send_fds(self, message: wire.Message, fds: list[int]) -> None:
@@ -594,9 +595,10 @@ import mmap, socket, sys, os
 from kvtier import wire
 sock = socket.socket(socket.AF_UNIX); sock.connect(sys.argv[1])
 sock.sendall(wire.request_frame(wire.Hello(1, "child"), 1)); _, fds, _, _ = socket.recv_fds(sock, 4096, 9)
+sock.sendall(wire.request_frame(wire.Ping(), 2)); sock.recv(4096)
 if "fork" in sys.argv and os.fork() == 0:
     print(os.getpid(), flush=True); sys.stdin.read(); os._exit(0)
-if "load" in sys.argv: sock.sendall(wire.request_frame(wire.Load(1, 0, b""), 2))
+if "load" in sys.argv: sock.sendall(wire.request_frame(wire.Load(1, 0, b""), 3))
 if "drop" in sys.argv: sock.close()
 if "map" in sys.argv: sock.close(); kept = mmap.mmap(fds[0], 1 << 16); os.close(fds[0])
 if "fork" not in sys.argv: print(os.getpid(), flush=True)
@@ -732,8 +734,8 @@ async def test_a_process_that_cannot_be_watched_has_no_part_of_the_device(world,
 
 
 @scene
-async def test_a_hello_whose_welcome_nobody_reads_leaves_no_session(world):
-    """Whether it gave up before the Welcome was sent or after: nobody knows its number, nobody maps an arena."""
+async def test_a_hello_after_which_nothing_is_said_leaves_no_session(world):
+    """Whether it gave up before the Welcome was sent, after, or had read it: nothing was given on it."""
     early = world.peer()
     early.sock.setblocking(True)
     early.sock.sendall(wire.request_frame(HELLO, 1))
@@ -744,6 +746,11 @@ async def test_a_hello_whose_welcome_nobody_reads_leaves_no_session(world):
     late.close()
     async with asyncio.timeout(5):
         while world.store.log.count(("leave", True)) < 2:
+            await asyncio.sleep(0.01)
+        interrupted = world.peer()
+        assert isinstance(await interrupted.ask(HELLO, wire.Welcome), wire.Welcome)
+        interrupted.close()
+        while world.store.log.count(("leave", True)) < 3:
             await asyncio.sleep(0.01)
     assert len(world.server.sessions) == 0
     assert ("leave", False) not in world.store.log

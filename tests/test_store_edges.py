@@ -530,3 +530,25 @@ async def test_pools_of_shapes_that_nobody_uses_are_forgotten() -> None:
         assert store.parts.host.used_bytes == 0
         assert not store.parts.space.orders
         assert store.parts.check() == []
+
+
+async def test_rows_are_loaded_from_disk_by_who_holds_more_than_its_cap_was_lowered_to(tmp_path: Path) -> None:
+    """They take no slot: what is held beyond another cap stays, and costs what it cost before."""
+    fd, memory = memfd(4, 4096, sealed=True)
+    async with storing(tmp_path) as store:
+        engine = Engine(store)
+        number = (await engine.open(KEYED)).cache
+        await put_keys(engine, KEYS[:8])
+        await quiet(store)
+        drop_host(store)
+        lease = await engine.call(wire.AcquireKeys(number, 0, b"".join(KEYS[:4]), 1000))
+        region = store.register(wire.Register("engine", "rows", 0, 4096, 4), fd, engine.process.peer).region
+        store.cap(2 * 4096 / (4 * MIB))
+        load = wire.Load(region, 0, rows(*range(4)), cache=number, keys=b"".join(KEYS[4:8]))
+        assert (await engine.call(load)).done == b"\1" * 4
+        for row, key in zip(memory, KEYS[4:8], strict=True):
+            assert np.array_equal(row[:4000], content(key, 0, 4000))
+        await engine.call(wire.Release(lease.lease))
+        engine.leave()
+        assert idle(store) == []
+    os.close(fd)

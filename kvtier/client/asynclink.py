@@ -144,7 +144,7 @@ class AsyncLink:
             case Wait(ticket, patient):
                 return await self.wait(ticket, deadline, patient=patient)
             case Post(joined, message):
-                await self.start(joined, message, wire.Ok, deadline)
+                await self.start(joined, message, wire.Ok, deadline, at_once=True)
                 return None
             case Hand(message, fds, reply):
                 return (await self._aside(message, list(fds), reply, deadline))[0]
@@ -219,7 +219,11 @@ class AsyncLink:
         except (Away, KvtierError) as exc:
             raise self.recovery.failed(exc, now()) from exc
         self.recovery.succeeded()
-        return self._stream.joined
+        joined = self._stream.joined
+        if self.recovery.closed:  # meanwhile, when there was nothing to disconnect
+            await self.leave()
+            raise Away("this client is closed")
+        return joined
 
     async def _hello(self, deadline: float) -> _Stream:
         """Say Hello and map the arenas."""
@@ -271,9 +275,11 @@ class AsyncLink:
         reply: type[R],
         deadline: float,
         begun: Callable[[Ticket[Any]], None] | None = None,
+        *,
+        at_once: bool = False,
     ) -> Ticket[R]:
-        """Send a request on that connection, or raise Away."""
-        while len(self.inbox.tickets) >= IN_FLIGHT:
+        """Send a request on that connection, or raise Away; `at_once`: however many are in flight."""
+        while not at_once and len(self.inbox.tickets) >= IN_FLIGHT:
             oldest = next(iter(self.inbox.tickets.values()))
             if not await self._ends(oldest, deadline):
                 raise Away("too many requests are in flight")

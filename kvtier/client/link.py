@@ -78,7 +78,7 @@ class Wait(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Send, and let the reply come when it comes; gives None."""
+    """Send, and let the reply come when it comes; gives None. It gives back what is held, and nobody says it again."""
 
     joined: Joined
     message: wire.Message

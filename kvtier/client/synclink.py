@@ -107,7 +107,7 @@ class SyncLink:
             case Wait(ticket, patient):
                 return ticket.waker.wait(ticket, deadline, patient=patient)
             case Post(joined, message):
-                self._on(joined).start(message, wire.Ok, deadline)
+                self._on(joined).start(message, wire.Ok, deadline, at_once=True)
                 return None
             case Hand(message, fds, reply):
                 return self._aside(message, list(fds), reply, deadline)[0]
@@ -182,6 +182,9 @@ class SyncLink:
             raise self.recovery.failed(exc, time.monotonic()) from exc
         self._talk = Talk(pipe, self._events, self._ended)
         self.recovery.succeeded()
+        if self.recovery.closed:  # meanwhile, when there was nothing to disconnect
+            self._talk.leave(deadline)
+            raise Away("this client is closed")
         return pipe.joined
 
     def _ended(self) -> None:

@@ -68,9 +68,14 @@ class Talk:
         reply: type[R],
         deadline: float,
         begun: Callable[[Ticket[Any]], None] | None = None,
+        *,
+        at_once: bool = False,
     ) -> Ticket[R]:
-        """Send a request, or raise Away; a frame is sent whole or the connection dropped."""
-        if len(self._inbox.tickets) >= IN_FLIGHT:
+        """Send a request, or raise Away; a frame is sent whole or the connection dropped.
+
+        `at_once`: however many are in flight, since nobody says it later.
+        """
+        if not at_once and len(self._inbox.tickets) >= IN_FLIGHT:
             self._thin_out(deadline)
         with self._lock:
             ticket = self._inbox.ticket(self.joined, reply, self)

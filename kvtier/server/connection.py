@@ -151,8 +151,9 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel what is in flight; `closed` follows when it has drained."""
+        del exc
         self._lost = True
-        self._clean |= self._silent and isinstance(exc, ConnectionResetError)  # closed before it had read the Welcome
+        self._clean |= self._silent  # whether or not it has read the Welcome: it was given nothing
         self._shared.discard(self)
         self._count(0)
         if self._turn is not None:

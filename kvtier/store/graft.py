@@ -84,12 +84,13 @@ class Late(NamedTuple):
         return self.chains[at - CHAIN_BYTES : at] if at else self.run.parent
 
 
-def graft(cache: Cache, run: Run, places: Places) -> tuple[list[int], Late | None]:
+def graft(cache: Cache, run: Run, places: Places, *, waiting: bool) -> tuple[list[int], Late | None]:
     """Index one run; returns the pages of it (0..63) that have no place, and what must wait for other runs.
 
     A page has no place when its parent is gone or disk has it already. `places` grows with each run; runs come parents
     first. Engines may store meanwhile: what they stored of the same pages stays, and gets the disk copies. A run may
-    bring other groups' items of pages that earlier runs brought.
+    bring other groups' items of pages that earlier runs brought. `waiting`: parts of runs wait for others, and one of
+    them may have its parent.
     """
     if cache.retired or not run.live:
         return _live(run, 0), None
@@ -97,7 +98,8 @@ def graft(cache: Cache, run: Run, places: Places) -> tuple[list[int], Late | Non
         return ([] if _graft_key(cache, run) else _live(run, 0)), None
     if _graft_new(cache, run, places):
         return [], None
-    return graft_late(Late(cache, run, run.keys, run.chains, 0), places)
+    whole = Late(cache, run, run.keys, run.chains, 0)
+    return ([], whole) if waiting and places.find(run.parent, run.depth) is None else graft_late(whole, places)
 
 
 def _graft_new(cache: Cache, run: Run, places: Places) -> bool:

@@ -157,7 +157,7 @@ class Instance:
 
     def charge(self, cost: int) -> None:
         """Count bytes against the cap; raises over_cap."""
-        if self.held_bytes + cost > self.cap_bytes:
+        if cost and self.held_bytes + cost > self.cap_bytes:
             raise KvtierError(
                 Code.OVER_CAP, f"instance {self.name} holds {self.held_bytes} bytes of its cap of {self.cap_bytes}"
             )

@@ -161,7 +161,7 @@ class Keys:
         where that is the first of all.
         """
         each = cache.slot_cost(group) if self.parts.host.budget_bytes else 0
-        room = instance.room() // each if each else 0
+        room = max(0, instance.room()) // each if each else 0
         nodes: list[Node | None] = []
         here = 0
         for name in names:

@@ -231,7 +231,6 @@ class KvRegions:
                 raise KvtierError(Code.UNKNOWN, "the region was unregistered", "region")
             slots = job.slots[at : at + MOST_PAGES]
             blocks = job.blocks[at * per : (at + len(slots)) * per]
-
             await carrier.transfer(functools.partial(go, blocks, slots), urgency)
 
     # -- load --------------------------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ class KvRegions:
     async def _scatter(self, process: Process, region: KvRegion, job: Job) -> None:
         """Move to blocks; where the device is stuck there is no word, since nobody can say that it writes no more.
 
-        But the process: once it has ended the memory is only mapped here, where it stays so, and nobody else's.
+        Only the end of the process: then the memory is nobody's, and stays mapped here.
         """
         try:
             with self.parts.ways.busy.moving("to_engine"):

@@ -132,10 +132,11 @@ class Operate:
         for cache in caches:
             if self.parts.peers is not None:
                 await self.parts.peers.forget(cache)  # first, so that nothing comes back
-            cut, doomed = await self._cut(cache, list((cache.index.root.children or {}).values()))
+            cut, _ = await self._cut(cache, list((cache.index.root.children or {}).values()))
             if self.parts.peers is not None:
                 await self.parts.peers.forget(cache)  # what was on its way there while it was cut
-            pages, kept = pages + cut, kept + doomed
+            pages += cut
+            kept += sum(node.pages for node in cache.index.doomed)  # also what was cut before, and is held still
             await asyncio.sleep(0)  # caches may be many and small
         self.parts.prune()
         return {"caches": [cache.id.hex() for cache in caches], "pages": pages, "held": kept}

@@ -77,12 +77,7 @@ class Persist:
             first = self._kept_to(cache, node, first)
         if self.queued_pages + end - first > MAX_QUEUED_PAGES:
             return False
-        entry = Entry(cache, node, first, end, notify)
-        cache.index.lease(node)
-        self.queue.append(entry)
-        self.pending[entry] = None
-        self.ending.setdefault(node, []).append(entry)
-        self.queued_pages += end - first
+        self.queue.append(self._noted(Entry(cache, node, first, end, notify)))
         self.pump_soon()
         return True
 
@@ -101,6 +96,14 @@ class Persist:
                 shared = min(entry.end, shared_to(node, entry.node), end)
                 kept = max(kept, shared) if entry.begin < shared else kept
         return kept
+
+    def _noted(self, entry: Entry) -> Entry:
+        """An entry that is on its way from now on."""
+        entry.cache.index.lease(entry.node)
+        self.pending[entry] = None
+        self.ending.setdefault(entry.node, []).append(entry)
+        self.queued_pages += entry.left
+        return entry
 
     def coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
         """The entry that brings a page of the path to `node` to disk, if one does."""
@@ -146,10 +149,20 @@ class Persist:
             gone = entry.cache.gone(entry.node)
             if entry.first >= entry.end or gone or entry.failed:
                 self.queue.popleft()
+                if gone:
+                    self._rest(entry)
                 self._settle(entry, entry.end - entry.first, GONE if gone else "")
                 continue
             if not self._write_run(entry):
                 return
+
+    def _rest(self, entry: Entry) -> None:
+        """Write next what is there of an entry whose end is gone: what others stored after that waits behind it."""
+        node = entry.node
+        while node.dead and node.parent is not None:
+            node = node.parent
+        if not entry.cache.retired and entry.first < (end := min(entry.end, node.end)):
+            self.queue.appendleft(self._noted(Entry(entry.cache, node, entry.first, end, None)))
 
     def _write_run(self, entry: Entry) -> bool:
         """Submit the next run of an entry, from its first page that lacks something; False when the disk is busy."""
@@ -232,14 +245,13 @@ class Persist:
         def done(run_id: int | None, error: str) -> None:
             self._writing -= 1
             self.ways.quotas.writing[entry.cache] -= nbytes
+            if run_id is not None:
+                self._record(entry.cache, entry.node, first, items, run_id)
             if entry.node.dead:
                 error = GONE
-                if run_id is not None:
-                    self._free(run_id, {item.page for item in items})
             elif run_id is None:
                 self.counts[f"refused_disk_{error}"] += end - first
             else:
-                self._record(entry.cache, entry.node, first, items, run_id)
                 self.counts["pages_written_disk"] += end - first
                 self.counts["bytes_host_to_disk"] += sum(entry.cache.item_bytes[i.group] for i in items)
             self._settle(entry, end - first, error)
@@ -248,12 +260,15 @@ class Persist:
         return done
 
     def _record(self, cache: Cache, node: Node, first: int, items: list[Item], run_id: int) -> None:
-        """Note the disk copies of a run that is durable now; pages that another run brought first go again."""
+        """Note the disk copies of a run that is durable now; pages that are gone, or came with another run, go again.
+
+        Where its end is gone, what is before that may be others' beginning: what they stored names it as its parent.
+        """
         index = cache.index
         placed = set()
         for item in items:
             where, at = index.locate(node, first + item.page)
-            if index.get(where, at, Tier.DISK, item.group) == NO_COPY:
+            if not where.dead and index.get(where, at, Tier.DISK, item.group) == NO_COPY:
                 index.put(where, at, Tier.DISK, item.group, [run_id << PAGE_BITS | item.page], [item.sum])
                 placed.add(item.page)
         self._free(run_id, {item.page for item in items} - placed)

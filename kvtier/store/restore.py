@@ -90,7 +90,7 @@ class Restore:
         return hand is not None
 
     def _graft(self, cache: Cache, run: Run) -> None:
-        refused, rest = graft(cache, run, self._places[run.cache])
+        refused, rest = graft(cache, run, self._places[run.cache], waiting=bool(self._late))
         self.parts.warmth.apply(cache, run, self._places[run.cache])
         self._refuse(run, refused)
         if rest is not None:
