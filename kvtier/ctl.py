@@ -75,7 +75,7 @@ class Lazy(Group):
 
 
 @click.group(cls=Lazy, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--socket", "path", type=click.Path(path_type=Path), help="Admin socket of the daemon.")
+@click.option("--socket", "path", type=click.Path(path_type=Path, readable=False), help="Admin socket of the daemon.")
 @click.option(
     "--timeout", "timeout_s", type=SECONDS, default=10.0, show_default=True, help="Seconds to wait for an answer."
 )

@@ -111,16 +111,23 @@ def disk(folder: Path, sweep: Sweep) -> Measured:
 
 @contextlib.contextmanager
 def _scratch(folder: Path, size: int) -> Iterator[tuple[int, bool]]:
-    """An unlinked file of `size` bytes, and whether it is open past the page cache."""
-    fd, name = tempfile.mkstemp(dir=folder, prefix="kvtier-probe-")
+    """An unlinked file of `size` bytes, and whether it is open past the page cache. Raises bad_request."""
+    wanted = f"a folder that can be written to, with room for {size} bytes"
     try:
-        os.posix_fallocate(fd, 0, size)
+        fd, name = tempfile.mkstemp(dir=folder, prefix="kvtier-probe-")
+    except OSError as exc:
+        raise bad("disk", f"{wanted} ({exc.strerror})", str(folder)) from None
+    try:
         direct = True
         try:
+            os.posix_fallocate(fd, 0, size)
             past = os.open(name, os.O_RDWR | os.O_DIRECT)
-        except OSError:
+        except OSError as exc:
+            if os.fstat(fd).st_size < size:
+                raise bad("disk", f"{wanted} ({exc.strerror})", str(folder)) from None
             past, direct = os.dup(fd), False
-        Path(name).unlink()
+        finally:
+            Path(name).unlink()
         try:
             yield past, direct
         finally:
@@ -212,6 +219,25 @@ def pinned(sweep: Sweep) -> Measured | None:
     return Measured(up, down, "pinned host memory and GPU 0, copy engine")
 
 
+def _write(target: Path, tables: str) -> None:
+    """Put the tables into the file, which has what a person wrote there however this ends. Raises bad_request."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = Path(os.path.realpath(target))
+        text = replace_tables(file.read_text() if file.is_file() else "", tables)
+        if file.exists() and not file.is_file():  # /dev/stdout
+            file.write_text(text)
+            return
+        part = file.with_name(file.name + ".part")
+        try:
+            part.write_text(text)
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, UnicodeDecodeError) as exc:
+        raise bad("write", f"a file that can be written ({exc})", str(target)) from None
+
+
 def measure(folder: Path, echo: str | None, sweep: Sweep, target: Path | None) -> Report:
     """All links of this host; written to `target` over what it measured before. Raises KvtierError."""
     if sweep.most < 1 << 20:
@@ -229,9 +255,7 @@ def measure(folder: Path, echo: str | None, sweep: Sweep, target: Path | None) -
         else ["no GPU (or no cupy) here: pinned copies not measured, the planner keeps its default"]
     )
     if target is not None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        before = target.read_text() if target.is_file() else ""
-        target.write_text(replace_tables(before, toml_of(links, host)))
+        _write(target, toml_of(links, host))
         values.append(Value("written", str(target), "", Source.EXACT))
     rows = [(n, m.read.bytes_per_s, m.write.bytes_per_s, m.read.t0_s, m.write.t0_s, m.note) for n, m in links.items()]
     seen = Source.MEASURED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from typing import Any
 
@@ -58,7 +57,10 @@ def shown(name: str, value: Any) -> str:
 
 def console() -> Console:
     """Standard output, as wide as its terminal; into a pipe or a file, wide enough for whole rows."""
-    return Console(markup=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
+    out = Console(markup=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = WIDE
+    return out
 
 
 def listing(title: str, items: list[Data], columns: list[str] | None = None) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,6 +181,19 @@ def test_an_answer_that_comes_in_drops_is_late_too(tmp_path):
         over.set()
         thread.join()
     assert (result.exit_code, "timed out" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("words", [["status"], ["ping"], ["status", "--json"]])
+def test_a_full_disk_is_not_the_daemons_silence(served, words):
+    """What takes the output is full: code 1 and a line, not 2; where there is no output at all, nothing is wrong."""
+    where, _ = served
+    command = [sys.executable, "-m", "kvtier.ctl", *where, *words]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"kvtierctl: .*No space left on device\n", done.stderr)
+    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=False)
+    assert (closed.returncode, closed.stderr) == (0, b"")
 
 
 def test_the_engines_socket_is_told_from_the_operators(served, daemon):

@@ -1,5 +1,6 @@
 """`kvtierctl probe` measures real memory, disk and sockets, and writes what the planner reads."""
 
+import errno
 import json
 import socketserver
 import threading
@@ -94,6 +95,30 @@ def test_a_peer_that_does_not_echo_is_named(tmp_path, serve):
     """Hanging up in the middle is a refusal, not a hang or a traceback."""
     with pytest.raises(KvtierError, match="peer: expected an echo service that sends back all"):
         measure(tmp_path, serve(Rude), QUICK, None)
+
+
+def test_what_cannot_be_written_is_named_and_nothing_is_lost(tmp_path, monkeypatch):
+    """A folder that is none, a disk without room for the file to measure, and for the table that a person wrote."""
+    with pytest.raises(KvtierError, match=r"disk: expected a folder that can be written to"):
+        measure(tmp_path / "gone", None, QUICK, None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvtierError, match=r"write: expected a file that can be written"):
+        measure(tmp_path, None, QUICK, tmp_path / "file" / "h.toml")
+    mine = tmp_path / "h.toml"
+    mine.write_text("[price]\ndram_gb_month = 1.5\n")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.posix_fallocate", full)
+        with pytest.raises(KvtierError, match=r"disk: .*No space left"):
+            measure(tmp_path, None, QUICK, None)
+    (tmp_path / "h.toml.part").symlink_to("/dev/full")
+    with pytest.raises(KvtierError, match=r"write: .*No space left"):
+        measure(tmp_path, None, QUICK, mine)
+    assert mine.read_text() == "[price]\ndram_gb_month = 1.5\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "h.toml"}
 
 
 def test_too_small_a_sweep_is_refused(tmp_path):

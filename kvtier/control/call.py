@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import json
@@ -54,6 +55,10 @@ def waiting(default_s: float, text: str = "Seconds to wait.") -> Callable[[F], F
     return click.option("--wait", "wait_s", type=SECONDS, default=default_s, show_default=True, help=text)
 
 
+class Silent(OSError):  # noqa: N818 - what it is, not what went wrong
+    """A connection to the daemon that fails, or gives no answer in time."""
+
+
 class Admin:
     """One connection to the admin socket."""
 
@@ -77,20 +82,23 @@ class Admin:
         self._sock.close()
 
     def ask(self, message: Any, reply: type[R]) -> R:
-        """Send a request and wait for its reply, whole by the deadline; raises KvtierError, OSError, EOFError."""
+        """Send a request and wait for its reply, whole by the deadline; raises KvtierError, Silent, EOFError."""
         from kvtier import frames, wire  # noqa: PLC0415 - keeps --help quick
 
         self._last += 1
         end = time.monotonic() + self._timeout_s
-        self._until(end)
-        self._sock.sendall(wire.request_frame(message, self._last))
         stream = frames.Frames()
-        while (frame := stream.next()) is None:
+        try:
             self._until(end)
-            data = self._sock.recv(1 << 18)
-            if not data:
-                raise EOFError("the daemon closed the connection")
-            stream.feed(data)
+            self._sock.sendall(wire.request_frame(message, self._last))
+            while (frame := stream.next()) is None:
+                self._until(end)
+                data = self._sock.recv(1 << 18)
+                if not data:
+                    raise EOFError("the daemon closed the connection")
+                stream.feed(data)
+        except OSError as exc:
+            raise Silent(*exc.args) from None
         answer: R = wire.decode_reply(frame.verb, frame.body, reply)  # type: ignore[type-var]
         return answer
 
@@ -163,7 +171,10 @@ class Group(click.Group):
             error, code = {"code": "interrupted", "message": "interrupted", "field": ""}, REFUSED
         else:
             sys.exit(code if isinstance(code, int) else OK)
-        click.echo(json.dumps({"error": error}))
+        try:
+            click.echo(json.dumps({"error": error}))
+        except OSError:  # what takes it is full, or gone
+            click.echo(f"kvtierctl: {error['message']}", err=True)
         sys.exit(code)
 
 
@@ -183,13 +194,17 @@ def verb(command: Callable[..., Data | None]) -> Callable[..., None]:
 
         try:
             data = command(call, show=not as_json, **options)
+            if as_json:
+                click.echo(json.dumps(data, default=str))
         except KvtierError as exc:
             where = f" (is {call.path} the admin socket?)" if exc.field == "verb" else ""
             raise Refused(exc.data(), f"{exc.code.value}: {exc}{where}") from None
-        except (OSError, EOFError) as exc:
+        except (Silent, EOFError) as exc:
             raise NoDaemon(f"the daemon at {call.path} does not answer: {exc}") from None
-        if as_json:
-            click.echo(json.dumps(data, default=str))
+        except OSError as exc:
+            if exc.errno == errno.EPIPE:
+                raise
+            raise Refused({"code": "io", "message": str(exc), "field": ""}, f"io: {exc}") from None
         sys.exit(REFUSED if data and data.get("healthy") is False else OK)
 
     option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
 
 BACKLOG: Final = 1024
 ACCEPTS: Final = 64
@@ -29,9 +29,12 @@ class PathLock:
     """Keeps a second daemon off a socket path, also while the first is stopped or its socket file was deleted."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock beside `path`, making its folder; raises busy naming the daemon that has it."""
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self._fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        """Take the lock beside `path`, making its folder; raises busy naming the daemon that has it, bad_request."""
+        try:
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            self._fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as exc:
+            raise bad("socket.path", f"a path in a folder that can be written to: {exc}", str(path)) from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
