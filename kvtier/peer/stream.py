@@ -148,6 +148,7 @@ class Stream:
             await self._over(done, within_s)
         finally:
             self._go = None
+            del done  # its exception has this frame, and nobody collects cycles
 
     async def sending(self, steps: Iterator[None], within_s: float) -> None:
         """The same, each once the kernel takes more."""
@@ -159,17 +160,17 @@ class Stream:
             await self._over(done, within_s)
         finally:
             self._loop.remove_writer(self.sock)
+            del done
 
     async def _over(self, done: asyncio.Future[None], within_s: float) -> None:
         """Wait until the last step was taken."""
-        if not within_s:
-            await done
-            return
-        timer = self._loop.call_later(within_s, _late, done)
+        timer = self._loop.call_later(within_s, _late, done) if within_s else None
         try:
             await done
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
+            del done, timer
 
     def _came(self) -> None:
         """Something came, or the end."""

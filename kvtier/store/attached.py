@@ -109,6 +109,7 @@ class Attached:
             instance.paths.clear()
             self.commits.let_go(list(instance.reservations.values()))
             self._drop_leases(instance, next(self.parts.numbers))
+            instance.writers.clear()  # they have the instance: nobody collects cycles
             self.parts.prune()
             return
         if instance.processes == {by}:

@@ -119,6 +119,8 @@ class Guest(Instance):
         self.gone = True
         self.processes.clear()
         commits.let_go(list(self.reservations.values()))
+        self.writers.clear()
+        del self.process  # which has this one: nobody collects cycles
 
 
 class Peers:
