@@ -57,7 +57,7 @@ def catalogue_of(home: Path, spec: CacheSpec, pages: int, seed: int) -> bytes:
     parent = b""
     for number in range(1, pages // RUN + 1):
         depth = (number - 1) % PROMPT_RUNS
-        run = Run(number, 1, RUN, layouts)
+        run = Run.new(number, 1, RUN, layouts)
         run.depth, run.parent = depth * RUN, parent if depth else record.cache_id[:16]
         run.keys = random.integers(0, 150_000, RUN * stride // 4, "<i4").tobytes()
         run.name = name_of(run.parent, run.keys[:stride])

@@ -95,12 +95,12 @@ async def test_what_the_daemon_itself_holds_is_no_lease_that_was_forgotten(tmp_p
     """A copy that is being re-read and an import that goes on, while no engine is attached, are no alarm."""
     reading, gate = asyncio.Event(), asyncio.Event()
 
-    async def slow(*_: object) -> str:
+    async def slow(*_: object) -> list[object]:
         reading.set()
         await gate.wait()
-        return ""
+        return []
 
-    monkeypatch.setattr(Scrub, "_wrong", slow)
+    monkeypatch.setattr(Scrub, "_read", slow)
     async with storing(tmp_path) as store:
         engine = Engine(store)
         await engine.open(spec())
@@ -108,7 +108,8 @@ async def test_what_the_daemon_itself_holds_is_no_lease_that_was_forgotten(tmp_p
         await quiet(store)
         engine.leave()
         (cache,) = store.parts.caches.values()
-        scrubbing = asyncio.ensure_future(store.scrub.check(next(store.scrub.places())))
+        batch = await anext(store.scrub.batches())
+        scrubbing = asyncio.ensure_future(store.scrub.check(batch[:1]))
         await reading.wait()
         header = archive.header(cache.spec, cache.scope, cache.epoch)
         begun = store.admin[wire.Import](wire.Import(msgspec.msgpack.encode(header))).data

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvtier.index.folded import FoldedNode
 from kvtier.index.node import TIERS, Node
-from kvtier.types import NO_COPY, Changed
+from kvtier.types import NO_COPY, Changed, Tier
 
 if TYPE_CHECKING:
     from kvtier.index.base import Index
@@ -61,7 +62,7 @@ def _check_place(index: Index, node: Node) -> list[str]:
     """Where a node is: its edge, its parent, its leases."""
     where = f"node at page {node.depth}"
     wrong = []
-    if len(node.edge) != node.pages * index.stride or node.pages < 1:
+    if node.pages < 1 or (not isinstance(node, FoldedNode) and len(node.edge) != node.pages * index.stride):
         wrong.append(f"{where}: edge of {len(node.edge)} bytes for {node.pages} pages")
     if node.dead:
         wrong.append(f"{where}: dead but reachable")
@@ -74,9 +75,19 @@ def _check_place(index: Index, node: Node) -> list[str]:
     return wrong
 
 
+def _check_folded(index: Index, node: FoldedNode) -> list[str]:
+    """What a node that nobody has looked into claims to hold."""
+    pages = sum(run.pages for run in node.stored)
+    claims = [pages * index.groups if tier == Tier.DISK else 0 for tier in range(TIERS)]
+    right = pages == node.pages == node.live and node.count == claims
+    return [] if right else [f"node at page {node.depth}: {node.count} copies of {node.pages} pages, disk has {pages}"]
+
+
 def _check_copies(index: Index, node: Node) -> list[str]:
     """What a node holds: every published page somewhere, counts that agree, leaves that eviction finds."""
     where = f"node at page {node.depth}"
+    if isinstance(node, FoldedNode):
+        return _check_folded(index, node)
     wrong = [
         f"{where}: published page without group {group}"
         for group in index.anchors

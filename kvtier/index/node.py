@@ -25,8 +25,12 @@ class Node:
 
     __slots__ = (
         "at", "below", "chain", "children", "count", "dead", "depth", "edge", "heat", "keep", "live", "name", "notes",
-        "over", "pages", "parent", "queued", "refs", "squeezed", "sums", "time",
+        "over", "pages", "parent", "queued", "refs", "squeezed", "stored", "sums",
+        "time",
     )  # fmt: skip
+
+    stored: Any
+    """See folded.py."""
 
     def __init__(self, parent: Node | None, edge: bytes, depth: int, pages: int, groups: int, time: float) -> None:
         self.parent = parent

@@ -58,8 +58,8 @@ class Ranking(Protocol):
     def gain(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """Copies of pages [lo, hi) arrived in the tier."""
 
-    def found(self, index: Any, node: Any, copies: int) -> None:
-        """Copies of all pages of a new node were in the tier already when the store started."""
+    def found(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """Copies of pages [lo, hi) were in the tier already when the store started."""
 
     def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """Copies of pages [lo, hi) left the tier."""

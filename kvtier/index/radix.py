@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.identity import CHAIN_BYTES, CacheSpec
-from kvtier.index.base import Index
+from kvtier.index.adopting import Adopting
 from kvtier.index.node import LOCAL, Node
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     pending: int
 
 
-class RadixIndex(Index):
+class RadixIndex(Adopting):
     """Token pages of one cache."""
 
     def __init__(
@@ -285,25 +285,6 @@ class RadixIndex(Index):
         self._attach(parent, edge[: self.stride], node)
         self.nodes += 1
         self.pages += node.pages
-        return node
-
-    def adopt(self, parent: Node, edge: bytes, tier: int, handles: array[int], sums: Sequence[array[int]]) -> Node:
-        """A new published leaf under `parent` with copies of every item of its pages, never used; eviction is not told.
-
-        `handles` are every group's, `sums` per group. The same as grow, put and publish, at a fraction of their cost.
-        """
-        node = self.grow(parent, edge, 0.0)
-        node.live = pages = node.pages
-        held = self.held[tier]
-        for group, each in enumerate(sums):
-            node.at[tier * self.groups + group] = handles[:]
-            node.sums[group] = each[:]
-            held[group] += pages
-        if self.watch is not None:
-            self.watch.stored(self, node, tier, 0, pages)
-        self._arrive(node, tier, pages * self.groups)
-        if (order := self.orders.get(tier)) is not None:
-            order.policy.found(self, node, pages * self.groups)
         return node
 
     def publish(self, node: Node, through: int) -> None:

@@ -69,9 +69,9 @@ class Policy(Generic[N]):
                 self.turnover_s += (measured - self.turnover_s) / (4 if self.turnover_s else 1)
             self._taken, self._since = 0, self.now
 
-    def found(self, index: Any, node: Any, copies: int) -> None:
-        """The same for all pages of a new node, which were there already when the store started."""
-        self.gain(index, node, 0, node.pages, copies)
+    def found(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
+        """The same for what was there already when the store started."""
+        self.gain(index, node, lo, hi, copies)
 
     def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """`copies` copies of pages [lo, hi) of `node` left the tier."""

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from kvtier.policy.ages import EARLY, FADE, FAITH, STEPS, Waits
-from kvtier.policy.base import Policy
 from kvtier.policy.ghosts import Ghosts
 from kvtier.policy.uses import Counting, Uses
 
@@ -156,9 +155,10 @@ class ByKind(Counting):
             self.learn()
             self._marks = []
 
-    def found(self, index: Any, node: Any, copies: int) -> None:
+    def found(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """Count them; a note is made when somebody asks."""
-        Policy.gain(self, index, node, 0, node.pages, copies)
+        del index, node, lo, hi
+        self.size += copies
         self.clock += copies
 
     def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Final, NamedTuple
 
-from kvtier.identity import CHAIN_BYTES
-from kvtier.index import Node
+from kvtier.identity import CHAIN_BYTES, TOKEN_BYTES
+from kvtier.index import Node, RadixIndex
 from kvtier.store.cache import Cache
-from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK
-from kvtier.tiers.records import Run
+from kvtier.tiers.records import PAGE_BITS, PAGE_MASK, Run
 from kvtier.types import NO_COPY, RUN_PAGES, Tier
 
 _CHAINS: Final = [struct.Struct(f"{CHAIN_BYTES}s" * pages) for pages in range(RUN_PAGES + 1)]
@@ -34,6 +33,10 @@ class Places:
         self._ends[chains[-CHAIN_BYTES:]] = node
         if len(chains) > CHAIN_BYTES:
             self._inner.setdefault(depth, []).append((chains, node))
+
+    def known(self, chain: bytes) -> Node | None:
+        """The node that ends with the page with this chain key, if that is known without a look into stretches."""
+        return self._ends.get(chain)
 
     def strange(self, chain: bytes) -> bool:
         """Whether `find` would have to look into stretches for the page with this chain key."""
@@ -84,8 +87,34 @@ class Late(NamedTuple):
         return self.chains[at - CHAIN_BYTES : at] if at else self.run.parent
 
 
+def adopt(cache: Cache, run: Run, places: Places) -> Node | None:
+    """Index a run as most are: a whole one that goes on where another ends. None, and no change, for others.
+
+    The node keeps the run's keys and chains as they are until somebody looks into it.
+    """
+    index, depth, pages, parent = cache.index, run.depth, run.pages, places.known(run.parent)
+    if parent is None or cache.retired or not isinstance(index, RadixIndex):
+        return None
+    if run.live != (1 << pages) - 1 or len(run.packed) * TOKEN_BYTES != run.planes * pages * index.stride:
+        return None
+    for cells in run.cells:
+        if NO_COPY in cells:
+            return None
+    if parent.depth + parent.pages != depth:
+        parent = index.fork(parent, depth)
+    if parent is None or parent.dead or parent.live < parent.pages:
+        return None
+    node = index.adopt(parent, run)
+    if node is not None:
+        if node is not parent:
+            places.leaves.pop(parent, None)
+            places.leaves[node] = None
+        places.add(run.chains, node, depth)
+    return node
+
+
 def graft(cache: Cache, run: Run, places: Places, *, waiting: bool) -> tuple[list[int], Late | None]:
-    """Index one run; returns the pages of it (0..63) that have no place, and what must wait for other runs.
+    """Index any run; returns the pages of it (0..63) that have no place, and what must wait for other runs.
 
     A page has no place when its parent is gone or disk has it already. `places` grows with each run; runs come parents
     first. Engines may store meanwhile: what they stored of the same pages stays, and gets the disk copies. A run may
@@ -96,32 +125,8 @@ def graft(cache: Cache, run: Run, places: Places, *, waiting: bool) -> tuple[lis
         return _live(run, 0), None
     if cache.spec.keyed:
         return ([] if _graft_key(cache, run) else _live(run, 0)), None
-    if _graft_new(cache, run, places):
-        return [], None
     whole = Late(cache, run, run.keys, run.chains, 0)
     return ([], whole) if waiting and places.find(run.parent, run.depth) is None else graft_late(whole, places)
-
-
-def _graft_new(cache: Cache, run: Run, places: Places) -> bool:
-    """The same for most runs: whole ones that go on where another ends; False, and no change, where it is not so."""
-    index = cache.radix
-    parent = places.find(run.parent, run.depth)
-    if parent is None or parent.dead or parent.end != run.depth or parent.live < parent.pages:
-        return False
-    if parent.children is not None and run.keys[: index.stride] in parent.children:
-        return False
-    if run.live != (1 << run.pages) - 1:
-        return False
-    for cells in run.cells:
-        if NO_COPY in cells:
-            return False
-    first = run.id << PAGE_BITS
-    node = index.adopt(parent, run.keys, Tier.DISK, array("q", range(first, first + run.pages)), run.sums)
-    node.chain = run.chains
-    places.leaves.pop(parent, None)
-    places.leaves[node] = None
-    places.add(run.chains, node, run.depth)
-    return True
 
 
 def graft_late(part: Late, places: Places) -> tuple[list[int], Late | None]:

@@ -21,8 +21,7 @@ from kvtier.store.entries import GONE, Entry, Failures
 from kvtier.store.runs import names_of, within_reach
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.ledger import PAGE_BITS
-from kvtier.tiers.records import Item
+from kvtier.tiers.records import PAGE_BITS, Item
 from kvtier.types import NO_COPY, RUN_PAGES, Code, Tier
 
 log = logging.getLogger("kvtier.persist")

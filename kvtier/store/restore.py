@@ -16,11 +16,10 @@ import numpy as np
 from kvtier.identity import CHAIN_BYTES, base_id
 from kvtier.index import Node
 from kvtier.store.cache import Cache
-from kvtier.store.graft import Late, Places, graft, graft_late
+from kvtier.store.graft import Late, Places, adopt, graft, graft_late
 from kvtier.store.slices import sliced
 from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.ledger import PAGE_BITS
-from kvtier.tiers.records import Run, name_of
+from kvtier.tiers.records import PAGE_BITS, Run, name_of
 from kvtier.types import Tier
 
 if TYPE_CHECKING:
@@ -55,11 +54,13 @@ class Restore:
         async for run in sliced(disk.load(), slice_s=SLICE_S):
             owner = owners.get(run.cache)
             if owner is None or owner.disk is None:
+                run.keys = run.chains = b""
                 self._refuse(run, list(range(run.pages)))
                 continue
-            self._hand = owner, run
-            await self._look(run.cache, run.parent, run.depth)
-            self._put_down()
+            if not self._adopt(owner, run):
+                self._hand = owner, run
+                await self._look(run.cache, run.parent, run.depth)
+                self._put_down()
         await self._graft_late()
         await self._queue(owners)
         self._places.clear()
@@ -89,9 +90,22 @@ class Restore:
             self._graft(*hand)
         return hand is not None
 
+    def _adopt(self, cache: Cache, run: Run) -> bool:
+        """Index a run where that is simple; whether it was."""
+        places = self._places[run.cache]
+        node = adopt(cache, run, places)
+        if node is not None:
+            self.parts.warmth.apply(cache, run, places, node)
+        return node is not None
+
     def _graft(self, cache: Cache, run: Run) -> None:
-        refused, rest = graft(cache, run, self._places[run.cache], waiting=bool(self._late))
-        self.parts.warmth.apply(cache, run, self._places[run.cache])
+        """Index a run below a place that is known, or has none."""
+        if self._adopt(cache, run):
+            return
+        places = self._places[run.cache]
+        refused, rest = graft(cache, run, places, waiting=bool(self._late))
+        self.parts.warmth.apply(cache, run, places)
+        run.keys = run.chains = b""
         self._refuse(run, refused)
         if rest is not None:
             heapq.heappush(self._late, (rest.depth, run.id, rest))
@@ -177,7 +191,6 @@ class Restore:
         found = disk.seek(cache.disk, depth, parent, first)
         for run in found:
             self._graft(cache, run)
-            run.keys = run.chains = b""
         self.parts.counts["runs_looked_up"] += len(found)
         return held or bool(found)
 

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from kvtier.heat import SCORES, Heat
 from kvtier.index import Node
+from kvtier.index.folded import FoldedNode
 from kvtier.mover import Urgency
 from kvtier.store.cache import Cache
 from kvtier.store.graft import Places
-from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK
-from kvtier.tiers.records import Run
+from kvtier.tiers.records import PAGE_BITS, PAGE_MASK, Run
 from kvtier.types import NO_COPY, KvtierError, Tier
 
 if TYPE_CHECKING:
@@ -129,15 +129,21 @@ class Warmth:
         runs, first = np.unique(rows["handle"] >> PAGE_BITS, return_index=True)
         self._of_run = dict(zip(runs.tolist(), first.tolist(), strict=True))
 
-    def apply(self, cache: Cache, run: Run, places: Places) -> None:
-        """Warm the nodes that a run was just put into."""
+    def apply(self, cache: Cache, run: Run, places: Places, whole: Node | None = None) -> None:
+        """Warm the nodes that a run was just put into: one, where that has all of it."""
         at = self._of_run.pop(run.id, len(self._handles))
         while at < len(self._handles) and self._handles[at] >> PAGE_BITS == run.id:
-            page = self._handles[at] & PAGE_MASK
-            node = _keyed(cache, run) if cache.spec.keyed else places.below(run, page)
-            if node is not None and not node.dead:
-                self._warm(cache.index.locate(node, 0 if cache.spec.keyed else run.depth + page)[0], at)
+            if whole is not None:
+                self._warm(whole, at)
+            else:
+                self._warm_page(cache, run, places, at)
             at += 1
+
+    def _warm_page(self, cache: Cache, run: Run, places: Places, at: int) -> None:
+        page = self._handles[at] & PAGE_MASK
+        node = _keyed(cache, run) if cache.spec.keyed else places.below(run, page)
+        if node is not None and not node.dead:
+            self._warm(cache.index.locate(node, 0 if cache.spec.keyed else run.depth + page)[0], at)
 
     def _warm(self, node: Node, at: int) -> None:
         """Give a node what a row says."""
@@ -159,6 +165,8 @@ def _last(cache: Cache, node: Node) -> int:
     """The handle of a node's last page on disk; NO_COPY where it has none."""
     if not node.count[Tier.DISK]:
         return NO_COPY
+    if isinstance(node, FoldedNode):
+        return node.last
     for group in range(cache.index.groups):
         for handle in reversed(node.at[Tier.DISK * cache.index.groups + group] or ()):
             if handle != NO_COPY:

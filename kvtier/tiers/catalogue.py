@@ -11,9 +11,10 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import lmdb
 
@@ -36,6 +37,7 @@ from kvtier.tiers.upgrade import OLDEST, ROOM, upgrade
 log = logging.getLogger("kvtier.disk")
 
 MAP_BYTES: Final = 64 << 20
+T = TypeVar("T")
 NAMES: Final = (b"meta", b"caches", b"epochs", b"runs", b"live")
 
 
@@ -176,20 +178,24 @@ class Catalogue:
         with self._remap, self._read() as txn:
             return bytes(found) if (found := txn.get(key, db=self._dbs[b"runs"])) is not None else None
 
-    def runs(self, after: bytes, count: int) -> list[tuple[bytes, bytes, bytes | None]]:
-        """Up to `count` runs behind this key: key, value, and the value of the mask if there is one."""
-        out: list[tuple[bytes, bytes, bytes | None]] = []
-        with self._remap, self._read() as txn:
-            cursor, masks = txn.cursor(self._dbs[b"runs"]), txn.cursor(self._dbs[b"live"])
-            found = cursor.set_range(after + b"\0")
-            masked = masks.key() if masks.set_range(after + b"\0") else None
-            while found and len(out) < count:
-                key, value = cursor.item()
-                while masked is not None and masked < key:
-                    masked = masks.key() if masks.next() else None
-                out.append((key, value, masks.value() if masked == key else None))
-                found = cursor.next()
-        return out
+    def runs(
+        self, after: bytes, count: int, read: Callable[[bytes, memoryview], T]
+    ) -> list[tuple[bytes, T, bytes | None]]:
+        """Up to `count` runs behind this key: key, what `read` makes of key and value, the mask's value if any."""
+        with self._remap:
+            self._ready()
+            with self._env.begin(buffers=True) as txn:
+                items = self._behind(txn, b"runs", after, count)
+                found = [(key := bytes(name), read(key, value)) for name, value in items]
+                masks = {bytes(key): bytes(mask) for key, mask in self._behind(txn, b"live", after, count)}
+        return [(key, run, masks.get(key)) for key, run in found]
+
+    def _behind(
+        self, txn: lmdb.Transaction[memoryview], db: bytes, after: bytes, count: int
+    ) -> Iterator[tuple[memoryview, memoryview]]:
+        """Up to `count` keys and values of a database behind this key."""
+        cursor = txn.cursor(self._dbs[db])
+        return islice(cursor.iternext(), count) if cursor.set_range(after + b"\0") else iter(())
 
     def rewrite(self) -> None:
         """Put a compact copy in place of the file: what was deleted is in it no more. From the writing thread.

@@ -189,9 +189,8 @@ class Cells:
             heap[:] = sorted(set(heap))
         heapq.heappush(heap, slab)
 
-    def mark(self, span: Span) -> bool:
+    def mark(self, first: int, blocks: int, cells: int) -> bool:
         """While loading: a record names these cells. False (and no change) if they cannot be its cells."""
-        first, blocks, cells = span
         slab, at = divmod(first, self.slab_blocks)
         if first < 0 or slab >= self.slabs or blocks < 1 or cells < 1 or at % blocks:
             return False
@@ -207,11 +206,11 @@ class Cells:
         self.used += blocks * cells
         return True
 
-    def unmark(self, span: Span) -> None:
+    def unmark(self, first: int, blocks: int, cells: int) -> None:
         """While loading: take back a mark of a record that turned out damaged."""
-        slab, at = divmod(span.first, self.slab_blocks)
-        self._mask[slab] |= ((1 << span.cells) - 1) << (at // span.blocks)
-        self.used -= span.total
+        slab, at = divmod(first, self.slab_blocks)
+        self._mask[slab] |= ((1 << cells) - 1) << (at // blocks)
+        self.used -= blocks * cells
 
     def loaded(self) -> None:
         """After the last mark: what no record named is free."""

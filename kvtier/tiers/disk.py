@@ -25,10 +25,12 @@ from kvtier.tiers.gauges import Gauges
 from kvtier.tiers.health import Health
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.layouts import packed_layouts
-from kvtier.tiers.ledger import PAGE_BITS, PAGE_MASK, Freed, Ledger
+from kvtier.tiers.ledger import Freed, Ledger
 from kvtier.tiers.loading import load_runs
 from kvtier.tiers.packing import Frame, Packing, repacked
 from kvtier.tiers.records import (
+    PAGE_BITS,
+    PAGE_MASK,
     VERSION_KEY,
     CacheRecord,
     Change,
@@ -171,8 +173,8 @@ class DiskTier(Gauges):
     def load(self) -> Iterator[Run]:
         """Every stored run, parents before children; nothing can be written before this has ended.
 
-        Cut it into slices as you like; `free` and `forget` may be called in between. Keys and chains of a run
-        are gone once the next one is asked for.
+        Cut it into slices as you like; `free` and `forget` may be called in between. The caller clears the keys and
+        chains of each run.
         """
         yield from load_runs(self._catalogue, self._ledger, self._health, self._strays, self._early)
         self._early.clear()
@@ -184,7 +186,7 @@ class DiskTier(Gauges):
     def seek(self, cache: int, depth: int, parent: bytes, first: bytes) -> list[Run]:
         """While loading: runs of a cache that begin with this page key, at this depth below this parent.
 
-        `load` passes over what was found here. The caller clears the keys and chains of the runs.
+        `load` passes over what was found here.
         """
         if self._loaded:
             return []

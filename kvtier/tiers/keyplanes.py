@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from kvtier.identity import TOKEN_BYTES
 
 
@@ -32,11 +28,11 @@ def unpack_keys(planes: int, packed: bytes) -> bytes:
     return bytes(out)
 
 
-def unpack_all(planes: int, packed: Sequence[bytes]) -> list[bytes]:
-    """The same of many that are equally long, together, at half the cost."""
-    parts = np.frombuffer(b"".join(packed), np.uint8).reshape(len(packed), planes, -1)
-    words = parts[:, planes - 1].astype("<u4")
-    for plane in reversed(range(planes - 1)):
-        words <<= 8
-        words |= parts[:, plane]
-    return [keys.tobytes() for keys in words]
+def first_of(planes: int, packed: bytes, size: int) -> bytes:
+    """Their first `size` bytes."""
+    if planes == TOKEN_BYTES:
+        return packed[:size]
+    words, wanted, out = len(packed) // planes, size // TOKEN_BYTES, bytearray(size)
+    for plane in range(planes):
+        out[plane::TOKEN_BYTES] = packed[plane * words : plane * words + wanted]
+    return bytes(out)

@@ -6,12 +6,14 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvtier.tiers.cells import BLOCK, Cells, Layout, Span
 from kvtier.tiers.layouts import packed_group, packed_layouts
 from kvtier.tiers.move import Move
 from kvtier.tiers.records import (
+    PAGE_BITS,
+    PAGE_MASK,
     CacheRecord,
     Change,
     Damaged,
@@ -24,11 +26,8 @@ from kvtier.tiers.records import (
     run_number,
     spans_of,
 )
-from kvtier.tiers.runrecord import Record, build, decode_run
-from kvtier.types import RUN_PAGES, Changed, Code, KvtierError
-
-PAGE_BITS: Final = 6
-PAGE_MASK: Final = RUN_PAGES - 1
+from kvtier.tiers.runrecord import decode_run, settle
+from kvtier.types import Changed, Code, KvtierError
 
 
 class Place(NamedTuple):
@@ -115,7 +114,7 @@ class Ledger:
                 return None
             present = sum(1 << item.page for item in own)
             placed.append(Placed(present, spans, array("Q", [item.sum for item in own])))
-        run = Run(self.next_run, cache, pages, layouts)
+        run = Run.new(self.next_run, cache, pages, layouts)
         self.next_run += 1
         place(run, placed)
         self._writing[run.id] = [span for part in placed for span in part.spans]
@@ -298,38 +297,38 @@ class Ledger:
     def restore(
         self,
         key: bytes,
-        record: Record | None,
+        run: Run | None,
         mask: bytes | None,
         cache: int = 0,
         parent: bytes = b"",
         first: bytes = b"",
     ) -> Run | None:
-        """A run as it was; None where its cache is gone. Raises Damaged for one that cannot be right, or is None.
+        """Let a parsed run be as it was; None where its cache is gone. Raises Damaged for one that cannot be right.
 
         With a cache given: None, too, where it is of another one, or below another parent, or begins with another page.
         """
-        if (number := run_number(key)) >= self.next_run:
+        if (number := run_number(key) if run is None else run.id) >= self.next_run:
             self.next_run = number + 1
-        if record is None:
+        if run is None:
             raise Damaged
-        found = build(key, record, self._layouts)
-        if found is None:
+        layouts = self._layouts.get(run.cache)
+        if layouts is None:
             return None
-        run, spans = found
-        if cache and not (run.cache == cache and run.parent == parent and run.keys.startswith(first)):
+        if cache and not (run.cache == cache and run.parent == parent and run.first_key(len(first)) == first):
             return None
+        spans = settle(run, layouts)
         if mask is not None:
             run.live, run.trimmed = run.live & decode_number(key, mask), True
             spans = run.spans(run.live)
         if not run.live:
             raise Damaged
         for at, span in enumerate(spans):
-            if not self.cells.mark(span):
+            if not self.cells.mark(*span):
                 for marked in spans[:at]:
-                    self.cells.unmark(marked)
+                    self.cells.unmark(*marked)
                 raise Damaged
-        self.runs[run.id] = run
-        self.of_cache[run.cache].add(run.id)
+        self.runs[number] = run
+        self.of_cache[run.cache].add(number)
         return run
 
     def differs(self, key: bytes, value: bytes, mask: bytes | None) -> str:
@@ -337,16 +336,16 @@ class Ledger:
         run = self.runs.get(run_number(key))
         if run is None or run.key != key:
             return "is of no run"
-        found = decode_run(key, value, {run.cache: run.layouts[: run.groups]})
-        if found is None:
+        found = decode_run(key, value, run.layouts[: run.groups])
+        if found.cache != run.cache:
             return "is of another cache"
-        live = found[0].live if mask is None else decode_number(key, mask)
-        if live != run.live or found[0].sums != run.sums:
+        live = found.live if mask is None else decode_number(key, mask)
+        if live != run.live or found.sums != run.sums:
             return "has other pages or sums"
         spread = [page for page in range(run.pages) if live >> page & 1]
         same = all(
             list(old[page * count : (page + 1) * count]) == list(new[page * count : (page + 1) * count])
-            for old, new, (_, count, _) in zip(found[0].parts, run.parts, run.layouts, strict=True)
+            for old, new, (_, count, _) in zip(found.parts, run.parts, run.layouts, strict=True)
             for page in spread
         )
         return "" if same else "has other cells"

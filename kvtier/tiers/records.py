@@ -9,21 +9,25 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvtier.identity import CacheSpec
+from kvtier.identity import TOKEN_BYTES, CacheSpec
 from kvtier.tiers.cells import Layout, Span, layout_of
-from kvtier.types import bad
+from kvtier.tiers.keyplanes import first_of, unpack_keys
+from kvtier.types import RUN_PAGES, bad
 
 FORMAT: Final = 2
 """Version of the catalogue; a higher one on disk is left alone, a lower one is upgraded (tiers/upgrade)."""
 
 VERSION_KEY: Final = b"version"
+
+PAGE_BITS: Final = 6
+PAGE_MASK: Final = RUN_PAGES - 1
 
 View = npt.NDArray[np.uint8]
 _CHECK: Final = struct.Struct("<Q")
@@ -91,54 +95,78 @@ class CacheRecord(msgspec.Struct, frozen=True):
         return tuple(layout_of(size, slab_bytes) for size in self.item_bytes)
 
 
-class Run:
-    """Up to 64 consecutive pages written together: what is known of them while the tier is open."""
+Written = tuple[int, tuple[int, ...], bytes]
+"""One group of a run in the catalogue: a mask of the pages that have an item, their spans one after the other, sums."""
 
-    __slots__ = (
-        "cache",
-        "cells",
-        "chains",
-        "depth",
-        "groups",
-        "id",
-        "keys",
-        "layouts",
-        "live",
-        "name",
-        "pages",
-        "parent",
-        "parts",
-        "sums",
-        "trimmed",
-    )
 
-    def __init__(self, number: int, cache: int, pages: int, layouts: tuple[Layout, ...]) -> None:
-        self.id = number
-        self.cache = cache
-        self.parent = b""
-        """Chain key of the page before; empty in keyed caches."""
-        self.name = bytes(8)
-        """See name_of."""
-        self.depth = 0
-        """Page number of the first page; 0 in keyed caches."""
-        self.pages = pages
-        self.groups = len(layouts)
-        self.layouts = layouts
-        """Per group; with packed items per share of a cell and group (see packing)."""
-        self.keys = b""
-        """Concatenated page keys; dropped once the index has them."""
-        self.chains = b""
-        """Concatenated chain keys; dropped once the index has them; empty in keyed caches."""
-        self.live = 0
-        """Bit i: page i is still stored (a page of which no group has an item never was)."""
-        self.trimmed = False
-        """Whether the catalogue holds a mask for this run."""
-        self.cells: tuple[Sequence[int], ...] = ()
-        """Per group, the block where each page's item begins; -1 where the page has none."""
-        self.parts: tuple[Sequence[int], ...] = ()
-        """Per layout, the blocks where each page's cells begin: as many for each page as it has parts; or nothing."""
-        self.sums: tuple[array[int], ...] = ()
-        """Per group, xxh3-64 of each page's item."""
+class Record(msgspec.Struct, array_like=True, eq=False):
+    """A run as the catalogue spells it."""
+
+    cache: int
+    pages: int
+    parent: bytes
+    """Chain key of the page before; empty in keyed caches."""
+    planes: int
+    packed: bytes
+    """Page keys as `pack_keys` leaves them; dropped once the index has them."""
+    chains: bytes
+    """Concatenated chain keys; dropped once the index has them; empty in keyed caches."""
+    written: tuple[Written, ...]
+
+
+class Run(Record, eq=False):
+    """Up to 64 consecutive pages written together: what is known of them while the tier is open.
+
+    What follows is not in the record; the first three are its key's.
+    """
+
+    depth: int = 0
+    """Page number of the first page; 0 in keyed caches."""
+    name: bytes = bytes(8)
+    """See name_of."""
+    id: int = 0
+    groups: int = 0
+    layouts: tuple[Layout, ...] = ()
+    """Per group; with packed items per share of a cell and group (see packing)."""
+    live: int = 0
+    """Bit i: page i is still stored (a page of which no group has an item never was)."""
+    trimmed: bool = False
+    """Whether the catalogue holds a mask for this run."""
+    cells: tuple[Sequence[int], ...] = ()
+    """Per group, the block where each page's item begins; -1 where the page has none."""
+    parts: tuple[Sequence[int], ...] = ()
+    """Per layout, the blocks where each page's cells begin: as many for each page as it has parts; or nothing."""
+    sums: tuple[Any, ...] = ()
+    """Per group, an array of the xxh3-64 of each page's item."""
+
+    @classmethod
+    def new(cls, number: int, cache: int, pages: int, layouts: tuple[Layout, ...]) -> Run:
+        """One that is to be written."""
+        return cls(cache, pages, b"", TOKEN_BYTES, b"", b"", (), id=number, groups=len(layouts), layouts=layouts)
+
+    @property
+    def keys(self) -> bytes:
+        """Concatenated page keys."""
+        return unpack_keys(self.planes, self.packed)
+
+    @keys.setter
+    def keys(self, keys: bytes) -> None:
+        self.planes, self.packed = TOKEN_BYTES, keys
+
+    def first_key(self, stride: int) -> bytes:
+        """The first page's."""
+        return first_of(self.planes, self.packed, stride)
+
+    @property
+    def last(self) -> int:
+        """The handle of its last page."""
+        return self.id << PAGE_BITS | self.pages - 1
+
+    def unfold(self) -> tuple[bytes, bytes, array[int], Sequence[array[int]]]:
+        """Page keys, chain keys, handles and sums of a run whose every page the index has; keys and chains go."""
+        keys, chains, first = self.keys, self.chains, self.id << PAGE_BITS
+        self.keys = self.chains = b""
+        return keys, chains, array("q", range(first, first + self.pages)), self.sums
 
     @property
     def key(self) -> bytes:
@@ -210,10 +238,11 @@ def seal(key: bytes, body: bytes) -> bytes:
     return body + _CHECK.pack(xxhash.xxh3_64_intdigest(key + body))
 
 
-def unseal(key: bytes, value: bytes | memoryview) -> bytes:
+def unseal(key: bytes, value: bytes | memoryview) -> bytes | memoryview:
     """The body of a sealed value; raises Damaged where the checksum differs."""
-    body = bytes(value[: -_CHECK.size])
-    if value[-_CHECK.size :] != _CHECK.pack(xxhash.xxh3_64_intdigest(key + body)):
+    body, check = value[: -_CHECK.size], xxhash.xxh3_64(key)
+    check.update(body)
+    if value[-_CHECK.size :] != _CHECK.pack(check.intdigest()):
         raise Damaged
     return body
 

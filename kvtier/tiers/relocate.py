@@ -150,13 +150,12 @@ class Relocator:
             return False
         try:
             value = self._catalogue.run(run.key)
-            found = decode_run(run.key, value or b"", {run.cache: run.layouts[: run.groups]})
+            stored = decode_run(run.key, value or b"", run.layouts[: run.groups])
         except (Damaged, lmdb.Error, OSError):
-            found = None
-        if found is None:
+            stored = None
+        if stored is None or stored.cache != run.cache:
             self._ledger.abandon_move(move, doubtful=False)
             return False
-        stored, _ = found
         op = Op([Change(b"runs", run.key, encode_run(stored, move.placed()))], keep=False)
         op.finish = partial(self._moved, move, op)
         op.size, op.ready, op.urgent = len(move.old) * move.size * BLOCK, False, True

@@ -115,7 +115,7 @@ class Upkeep:
 
         What is being written, freed or moved at the moment may look wrong: ask again after a flush.
         """
-        chunk = self._catalogue.runs(after, LOOK)
+        chunk = self._catalogue.runs(after, LOOK, lambda _, value: bytes(value))
         wrong = []
         for key, value, mask in chunk:
             try:
