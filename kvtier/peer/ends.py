@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
@@ -13,10 +13,14 @@ from kvtier.peer.frames import Refusal
 from kvtier.peer.items import echo, items_of, nbytes_of, picks_of, sums_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
 
 if TYPE_CHECKING:
     from kvtier.peer.direct import Direct
+
+
+TIMES: Final = 2
+"""A home may want an item that often: it may lose some as it takes others, but not for ever."""
 
 
 class _MismatchError(EOFError):
@@ -148,6 +152,16 @@ class DirectSink(_Held):
         super().__init__(tier, peer, pipe, shared, keys)
         self.picks, self.stored = wanted.picks, wanted.stored
         self._echo = echo(shared.id, keys)
+        self._pages = len(keys) // shared.spec.stride
+        self._left = TIMES * self._pages * len(shared.spec.groups)
+        """Items that it may still want."""
+
+    def close(self) -> None:
+        """See Sink. What it reserved and does not get is given back there when the connection ends."""
+        if self._pipe is not None and self.picks:
+            self._peer.give(self._pipe, good=False)
+            self._pipe = None
+        super().close()
 
     async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
         """See Sink."""
@@ -163,9 +177,11 @@ class DirectSink(_Held):
                 if pipe.paced:  # and so is what it has to read yet
                     limit.reschedule(asyncio.get_running_loop().time() + 2 * pipe.patience(nbytes))
                 stored = await pipe.receive(frames.Stored)
+            _bounded("stored", stored.pages, self._pages)
         except BaseException as exc:
             self._fail(exc)
             raise
+        self.picks, self._left = (), self._left - len(items)
         if packed:
             tier.packing.packed(self._shared.id, nbytes, pipe.wire, pipe.coding_s)
         else:
@@ -177,7 +193,7 @@ class DirectSink(_Held):
         try:
             async with asyncio.timeout(self._tier.terms.deadline_s):
                 self.picks = (await self._open().ask(frames.More(), frames.Wanted)).picks
-            items_of(self._shared.spec, self.picks, len(self._keys) // self._shared.spec.stride)
+            _bounded("picks", len(items_of(self._shared.spec, self.picks, self._pages)), self._left)
         except BaseException as exc:
             self._fail(exc)
             raise
@@ -186,3 +202,9 @@ class DirectSink(_Held):
 def refused(exc: BaseException) -> bool:
     """Whether a peer answered, with a no."""
     return isinstance(exc, Refusal)
+
+
+def _bounded(field: str, number: int, most: int) -> None:
+    """Raise bad_request for a number that a peer cannot mean."""
+    if not 0 <= number <= most:
+        raise bad(field, f"0..{most}", number)
