@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvtier.peer import frames
@@ -73,17 +73,25 @@ class DirectSource(_Held):
         pages: int,
         picks: tuple[Pick, ...] = (),
         load: frames.Load | None = None,
+        lacking: Collection[int] = (),
     ) -> None:
-        """`load`: comes already, for these picks; unless it is fetched first, the connection is of no use."""
+        """`load`: comes already, for these picks; unless it is fetched first, the connection is of no use.
+
+        `lacking`: pages (positions of keys) that it does not have.
+        """
         super().__init__(tier, peer, pipe, shared, keys)
         self.pages = pages
         self._picks, self._load = picks, load
+        self._lacking = lacking
         self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
         """See Source."""
-        order = sorted(range(len(places)), key=lambda at: (places[at].group, places[at].page))
+        wanted = [at for at, place in enumerate(places) if place.page not in self._lacking]
+        order = sorted(wanted, key=lambda at: (places[at].group, places[at].page))
         out: list[int | None] = [None] * len(places)
+        if not order:
+            return out
         try:
             found = await self._fetch([places[at] for at in order])
         except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
