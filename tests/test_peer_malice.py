@@ -15,8 +15,9 @@ import pytest
 from engines import Engine, idle, spec, tokens
 from fleetkit import free_ports, write_secrets
 from kvtier import wire
-from kvtier.identity import CacheSpec
-from kvtier.peer import frames
+from kvtier.identity import CacheSpec, GroupSpec
+from kvtier.peer import direct as direct_tier
+from kvtier.peer import frames, patience
 from kvtier.peer.base import Pick
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
@@ -27,8 +28,9 @@ from kvtier.peer.terms import Terms
 from kvtier.server import home, visit
 from kvtier.server.home import Home
 from kvtier.store import Store
-from kvtier.types import KvtierError
-from peerkit import SPEC, direct
+from kvtier.store.peers import Guest
+from kvtier.types import Kind, KvtierError
+from peerkit import SPEC, blank, direct, right
 from storekit import storing, until
 
 PATH = tokens(*range(1, 10))
@@ -177,3 +179,35 @@ async def test_strangers_that_fill_all_places_keep_no_member_out(tmp_path: Path,
             await served.close()
             for each in strangers:
                 each.close()
+
+
+async def test_an_item_whose_checksum_is_zero_is_not_taken_and_nothing_of_it_stays() -> None:
+    """Zero is what is not known yet: a peer's is a miss, large or small, and its slots return."""
+    for cell in (1000, 4 << 20):
+        cache_spec = spec((GroupSpec(Kind.FULL, 1, 1, cell),))
+        async with storing(None, 64 << 20) as store:
+            guest = Guest(store.parts, "peers", store.cap_bytes)
+            cache = store.parts.cache(cache_spec, "uid:0", 0)
+            res, _ = await guest.reserve(store.tokens, cache, tokens(1, 2), 0, {})
+            assert guest.commit(store.commits, res, {(0, 0): 0, (0, 1): 5}) == 0
+            assert idle(store) == []
+            guest.end(store.commits)
+
+
+async def test_a_source_that_hung_up_while_others_were_fetched_from_is_asked_again(tmp_path: Path, monkeypatch) -> None:
+    """Found, and idle for longer than a home bears, as while a long prompt comes from another one: it is not blamed."""
+    monkeypatch.setattr(patience, "LOOK_S", 0.01)
+    monkeypatch.setattr(visit, "IDLE_S", 0.05)
+    monkeypatch.setattr(direct_tier, "AHEAD_BYTES", 0)
+    async with direct(tmp_path) as pair:
+        engine = Engine(pair.far)
+        await engine.open(SPEC)
+        assert await engine.put(PATH) == 9
+        engine.leave()
+        (source,) = await pair.tier.find(pair.shared, PATH, 0)
+        await until(lambda: not source._pipe.stream.quiet)
+        places = blank(range(9))
+        assert None not in await source.fetch(places)
+        assert all(right(place, PATH) for place in places)
+        source.close()
+        assert pair.tier.counts["peer_failures"] == 0

@@ -101,6 +101,12 @@ class DirectSource(_Held):
             out[at] = value
         return out
 
+    def _unusable(self, picks: tuple[Pick, ...]) -> bool:
+        """Whether other items come than these, or the peer hung up: others were fetched from for long."""
+        if self._load is not None:
+            return self._picks != picks
+        return not self._shared.spec.keyed and not self._open().stream.quiet
+
     async def _again(self) -> None:
         """Find on another connection, where nothing comes that was asked for ahead and is not wanted."""
         self.close()
@@ -125,7 +131,7 @@ class DirectSource(_Held):
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         picks = picks_of(items)
-        if self._load is not None and self._picks != picks:
+        if self._unusable(picks):
             await self._again()
         pipe, load, self._load = self._open(), self._load, None
         until = time.monotonic() + 2 * pipe.within(nbytes)
