@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import tokens
+from engines import spec, tokens
 from fleetkit import DEADLINE_MS, Host, free_ports, write_secrets
 from fleetkit import until as waited
 from kvtier import wire
@@ -29,7 +29,7 @@ from kvtier.peer.redis import Login, RedisShelf
 from kvtier.peer.secrets import read
 from kvtier.peer.shelf import item_name, marks
 from kvtier.types import KvtierError
-from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, right
+from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, page, right, sums_of
 from sharedkit import REDIS, Proxy, Redis, needs_redis
 from storekit import storing, until
 
@@ -236,6 +236,30 @@ async def test_a_redis_that_is_full_refuses_and_what_was_there_is_still_served(t
             assert await fetched(tier, shared, PATHS[0]) == 5
             assert tier.answers()
             assert await tier.offer("redis", shared, PATHS[2], ()) is None, "it is given nothing for a while"
+
+
+async def test_what_is_refused_costs_itself_and_not_what_was_sent_with_it(tmp_path: Path) -> None:
+    """As where one server of a Cluster is full: the push fails, and what the others took with it is served."""
+    keyed = spec(key_bytes=16)
+    names = [bytes([n]) * 16 for n in range(3)]
+    keys = b"".join(names)
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=PATIENCE_S)) as tier:
+            await until(tier.answers)
+            shared = tier.shared(keyed, "uid:0", 0)
+            sink = await tier.offer("redis", shared, keys, ())
+            generation = await tier.generations.of(shared, tier.until())
+            items = [item_name(shared, generation, mark, 0) for mark in marks(shared, keys)]
+            allowed = [f"%W~{name}*" for name in (items[0], items[2])]
+            assert server.cli("ACL", "SETUSER", "default", "resetkeys", "%R~*", *allowed).startswith(b"+OK")
+            places = [page(keys, at, cache=keyed) for at in range(3)]
+            with pytest.raises(OSError, match="did not take"):
+                await sink.send(places, sums_of(places))
+            assert set(await tier.holders(shared, 0, names)) == {names[0], names[2]}
+            source = await tier.source("redis", shared, 0, keys)
+            got = blank(range(3), cache=keyed)
+            assert [value is not None for value in await source.fetch(got)] == [True, False, True]
+            assert all(right(got[at], keys, keyed) for at in (0, 2))
 
 
 def flipped(data: bytes) -> bytes:
