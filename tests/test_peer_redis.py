@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -260,6 +261,27 @@ async def test_what_is_refused_costs_itself_and_not_what_was_sent_with_it(tmp_pa
             got = blank(range(3), cache=keyed)
             assert [value is not None for value in await source.fetch(got)] == [True, False, True]
             assert all(right(got[at], keys, keyed) for at in (0, 2))
+
+
+@pytest.mark.parametrize("row", [(-70_000, 16_383, 7000), (5, 4, 7000), (0, 16_384, 7000), (0, 5, 99_999)])
+async def test_a_map_of_slots_that_there_are_not_is_none(tmp_path: Path, row: tuple[int, int, int]) -> None:
+    """Who says so is asked nothing, instead of a list being made as long as it says."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while said := await reader.read(1 << 16):
+                first, last, port = row
+                slots = b"*1\r\n*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, last, port)
+                writer.write(slots if b"SLOTS" in said else b"+PONG\r\n")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = server.sockets[0].getsockname()
+    shelf = RedisShelf([address], deadline_s=PATIENCE_S)
+    async with sharing(tmp_path, shelf):
+        await until(lambda: shelf.counts["peer_failures"])
+        assert shelf._slots == []
+        assert list(shelf._servers) == [address]
+    server.close()
 
 
 def flipped(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 import xxhash
 
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
@@ -18,7 +19,7 @@ from kvtier.peer.base import Place
 from kvtier.peer.depot import Depot
 from kvtier.peer.items import picks_of
 from kvtier.peer.shelf import item_name, marks
-from kvtier.store import Store, keypeers
+from kvtier.store import Store, keypeers, pushes
 from kvtier.store.peers import Guest
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Kind, Presence, Tier
@@ -422,3 +423,29 @@ async def test_a_key_that_left_host_before_its_turn_holds_up_no_other_ones_push(
         assert near.parts.counts["pages_pushed_peer"] == 2
         assert near.parts.counts["peer_push_dropped_gone"] == 1
         mine.leave()
+
+
+@pytest.mark.parametrize("named", [1 << 16, 100])
+async def test_a_path_of_many_pieces_whose_state_is_at_its_end_is_pushed_whole(
+    tmp_path: Path, monkeypatch, named: int
+) -> None:
+    """After a piece its home can resume nowhere yet: the next one follows, however few windows are named."""
+    for module in (items, pushes):
+        monkeypatch.setattr(module, "MAX_ITEMS", named, raising=False)
+    monkeypatch.setattr(items, "RUN_PAGES", 16)
+    path = tokens(*range(1, 81))
+    async with direct(tmp_path, cache=ALL) as pair, storing(None) as near:
+        near.join_fleet(pair.tier)
+        near.parts.peers.start()
+        mine = Engine(near)
+        await mine.open(ALL)
+        reserved = await mine.reserve(path, wants=(wire.Want(2, np.array([79], "<i4").tobytes()),))
+        mine.write(path, reserved)
+        await mine.call(wire.Commit(reserved.reservation, 0, 80))
+        assert await mine.get(path) == 80
+        await until(lambda: not near.parts.peers.busy, 60.0)
+        theirs = Engine(pair.far)
+        await theirs.open(ALL)
+        assert await theirs.get(path) == 80
+        for engine in (mine, theirs):
+            engine.leave()

@@ -255,7 +255,7 @@ def expect(message: Message, kind: type[T]) -> T:
     """A frame of that kind; raises the Refusal that came instead, bad_request for anything else."""
     if isinstance(message, Refused) and not issubclass(Refused, kind):
         code = Code(message.code) if message.code in set(Code) else Code.INTERNAL
-        raise Refusal(code, message.message[:200])
+        raise Refusal(code, "".join(each if each.isprintable() else "?" for each in message.message[:200]))
     if not isinstance(message, kind):
         raise KvtierError(Code.BAD_REQUEST, f"expected {kind.__name__}, got {type(message).__name__}")
     return message
