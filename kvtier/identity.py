@@ -10,7 +10,7 @@ import functools
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -24,6 +24,7 @@ MAX_PAGE_BYTES: Final = 256 << 20
 MAX_ITEM_BYTES: Final = 4 << 30
 MAX_PAGE_TOKENS: Final = 4096
 MAX_WINDOW: Final = 1 << 40
+MAX_GROUPS: Final = 16
 KEPT: Final = 4096
 """Ids that are not made again at each use."""
 
@@ -76,7 +77,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Digest of config, weight index and sampled weights, made by the adapter; never empty."""
     kv_dtype: str
     page_tokens: int
-    groups: tuple[GroupSpec, ...]
+    groups: Annotated[tuple[GroupSpec, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     revision: str = ""
     codec: str = "none"
     layout: str = "canonical"
@@ -123,8 +124,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise bad("spec.extras", "false for keyed caches (the key must cover extras)")
         if not isinstance(self.groups, tuple) or not all(isinstance(group, GroupSpec) for group in self.groups):
             raise bad("spec.groups", "a tuple of GroupSpec", self.groups)
-        if not 1 <= len(self.groups) <= 16:
-            raise bad("spec.groups", "1..16 groups", len(self.groups))
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
+            raise bad("spec.groups", f"1..{MAX_GROUPS} groups", len(self.groups))
         if not self.keyed and all(g.kind is Kind.STATE for g in self.groups):
             raise bad("spec.groups", "a full or window group (keep pure state in a keyed cache)")
         for number, group in enumerate(self.groups):

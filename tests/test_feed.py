@@ -108,3 +108,35 @@ def test_a_replay_to_a_slow_reader_has_no_gap(tmp_path: Path) -> None:
     finally:
         context.destroy(linger=0)
         sender.close()
+
+
+def test_what_is_kept_for_replays_is_bounded_in_bytes_and_who_asks_for_more_gets_all_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of a long prompt each: the latest are replayed, and older ones make everything be announced."""
+    zmq = pytest.importorskip("zmq", reason="pyzmq is not installed (kvtier[events])")
+    from kvtier.events import publish
+
+    monkeypatch.setattr(publish, "KEPT_BYTES", 1 << 20, raising=False)
+    announced: list[None] = []
+    sender = publish.Publisher(f"ipc://{tmp_path}/p", f"ipc://{tmp_path}/r", lambda: announced.append(None))
+    context = zmq.Context()
+    try:
+        for n in range(20):
+            sender.send(float(n), [Stored("DISK", b"", b"x" * CHAIN, bytes(4 * 100_000), 16)])
+        while sender._next < 20:
+            time.sleep(0.001)
+        assert sum(len(payload) for _, payload in sender._kept) <= 1 << 20
+        reader = context.socket(zmq.DEALER)
+        reader.connect(f"ipc://{tmp_path}/r")
+        reader.send_multipart([b"", (0).to_bytes(8, "big")])
+        got = []
+        while (not got or got[-1] >= 0) and reader.poll(5000):
+            *_, number, _ = reader.recv_multipart()
+            got.append(int.from_bytes(number, "big", signed=True))
+        assert got == [*range(got[0], 20), -1]
+        assert got[0] > 0
+        assert announced
+    finally:
+        context.destroy(linger=0)
+        sender.close()

@@ -85,6 +85,12 @@ def test_bytes_that_are_no_frame_are_refused_by_name() -> None:
             frames.decode(rng.randbytes(rng.randrange(1, 60)))
 
 
+def test_what_a_stranger_says_as_it_refuses_can_be_shown_on_a_terminal() -> None:
+    """Nobody has shown a key by then: operators read it in `kvtierctl status` and in the log."""
+    with pytest.raises(frames.Refusal, match=r"^no\?\[31m\?line$"):
+        frames.expect(frames.Refused("busy", "no\x1b[31m\nline"), frames.Done)
+
+
 async def test_who_lacks_the_fleets_key_is_told_nothing(tmp_path: Path) -> None:
     """A home hangs up on a stranger's first frame, and a stranger that poses as a home is found out."""
     mine = read(write_secrets(tmp_path / "mine", ["uid:0"]))

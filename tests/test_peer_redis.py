@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import tokens
+from engines import spec, tokens
 from fleetkit import DEADLINE_MS, Host, free_ports, write_secrets
 from fleetkit import until as waited
 from kvtier import wire
@@ -29,7 +30,7 @@ from kvtier.peer.redis import Login, RedisShelf
 from kvtier.peer.secrets import read
 from kvtier.peer.shelf import item_name, marks
 from kvtier.types import KvtierError
-from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, right
+from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, page, right, sums_of
 from sharedkit import REDIS, Proxy, Redis, needs_redis
 from storekit import storing, until
 
@@ -236,6 +237,51 @@ async def test_a_redis_that_is_full_refuses_and_what_was_there_is_still_served(t
             assert await fetched(tier, shared, PATHS[0]) == 5
             assert tier.answers()
             assert await tier.offer("redis", shared, PATHS[2], ()) is None, "it is given nothing for a while"
+
+
+async def test_what_is_refused_costs_itself_and_not_what_was_sent_with_it(tmp_path: Path) -> None:
+    """As where one server of a Cluster is full: the push fails, and what the others took with it is served."""
+    keyed = spec(key_bytes=16)
+    names = [bytes([n]) * 16 for n in range(3)]
+    keys = b"".join(names)
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=PATIENCE_S)) as tier:
+            await until(tier.answers)
+            shared = tier.shared(keyed, "uid:0", 0)
+            sink = await tier.offer("redis", shared, keys, ())
+            generation = await tier.generations.of(shared, tier.until())
+            items = [item_name(shared, generation, mark, 0) for mark in marks(shared, keys)]
+            allowed = [f"%W~{name}*" for name in (items[0], items[2])]
+            assert server.cli("ACL", "SETUSER", "default", "resetkeys", "%R~*", *allowed).startswith(b"+OK")
+            places = [page(keys, at, cache=keyed) for at in range(3)]
+            with pytest.raises(OSError, match="did not take"):
+                await sink.send(places, sums_of(places))
+            assert set(await tier.holders(shared, 0, names)) == {names[0], names[2]}
+            source = await tier.source("redis", shared, 0, keys)
+            got = blank(range(3), cache=keyed)
+            assert [value is not None for value in await source.fetch(got)] == [True, False, True]
+            assert all(right(got[at], keys, keyed) for at in (0, 2))
+
+
+@pytest.mark.parametrize("row", [(-70_000, 16_383, 7000), (5, 4, 7000), (0, 16_384, 7000), (0, 5, 99_999)])
+async def test_a_map_of_slots_that_there_are_not_is_none(tmp_path: Path, row: tuple[int, int, int]) -> None:
+    """Who says so is asked nothing, instead of a list being made as long as it says."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while said := await reader.read(1 << 16):
+                first, last, port = row
+                slots = b"*1\r\n*3\r\n:%d\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (first, last, port)
+                writer.write(slots if b"SLOTS" in said else b"+PONG\r\n")
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = server.sockets[0].getsockname()
+    shelf = RedisShelf([address], deadline_s=PATIENCE_S)
+    async with sharing(tmp_path, shelf):
+        await until(lambda: shelf.counts["peer_failures"])
+        assert shelf._slots == []
+        assert list(shelf._servers) == [address]
+    server.close()
 
 
 def flipped(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import numpy as np
+import pytest
 import xxhash
 
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
@@ -15,8 +16,10 @@ from kvtier.device.host import HostDevice
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.peer import items
 from kvtier.peer.base import Place
+from kvtier.peer.depot import Depot
 from kvtier.peer.items import picks_of
-from kvtier.store import Store
+from kvtier.peer.shelf import item_name, marks
+from kvtier.store import Store, keypeers, pushes
 from kvtier.store.peers import Guest
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Kind, Presence, Tier
@@ -355,3 +358,94 @@ async def test_what_peers_brought_once_is_forgotten_with_its_cache():
             assert guest.commit(store.commits, res, {}) == 0
             store.parts.prune()
         assert len(guest.process.ranks) == 1
+
+
+@TIERS
+async def test_a_key_that_left_a_peer_costs_itself_and_not_those_asked_for_with_it(
+    tmp_path: Path, monkeypatch, tier
+) -> None:
+    """A peer said it has six keys; two go, in the first piece and the last: the four others come from there."""
+    monkeypatch.setattr(keypeers, "CHUNK_BYTES", 2 * SIZE)
+    async with tier(tmp_path, cache=KEYED) as pair, storing(None) as near:
+        engine = Engine(pair.far)
+        await engine.open(KEYED)
+        names = [keys_of(n) for n in range(6)]
+        await stored_keys(engine, b"".join(names))
+        await pair.settled()
+        near.join_fleet(pair.tier)
+        near.parts.peers.start()
+        mine = Engine(near)
+        await mine.open(KEYED)
+        exists = wire.Exists(mine.opened.cache, 0, b"".join(names))
+        await mine.call(exists)
+        await until(lambda: not near.parts.peers.busy)
+        assert (await mine.call(exists)).states == bytes([Presence.PEER] * 6)
+        await lose_keys(pair, engine, [names[1], names[5]])
+        got = await mine.call(wire.AcquireKeys(mine.opened.cache, 0, b"".join(names), 20_000))
+        there = np.frombuffer(got.items[0].offsets, "<i8") != -1
+        assert there.tolist() == [True, False, True, True, True, False]
+        mine.verify(b"".join(names), got.items[0])
+        await mine.call(wire.Release(got.lease))
+        assert pair.tier.status()[0]["up"]
+        engine.leave()
+        mine.leave()
+        assert idle(near) == []
+
+
+async def lose_keys(pair: Pair, engine: Engine, names: list[bytes]) -> None:
+    """Keys go where a pair's tier reaches them, unannounced."""
+    if isinstance(pair.tier, Depot):
+        generation = await pair.tier.generations.of(pair.shared, pair.tier.until())
+        heads = [item_name(pair.shared, generation, mark, 0) for mark in marks(pair.shared, b"".join(names))]
+        assert await pair.tier.shelf.drop(heads, pair.tier.until())
+        return
+    cache = pair.far.parts.caches[engine.opened.cache]
+    for name in names:
+        node = cache.keyed.find(cache.keyed.name(0, name))
+        cache.release(cache.index.cut(node).freed, None)
+
+
+async def test_a_key_that_left_host_before_its_turn_holds_up_no_other_ones_push(tmp_path: Path) -> None:
+    """Of three keys that wait to be pushed one is on disk alone by now: its home gets the others, and it is counted."""
+    async with direct(tmp_path, cache=KEYED) as pair, storing(tmp_path / "disk") as near:
+        near.join_fleet(pair.tier)
+        mine = Engine(near)
+        await mine.open(KEYED)
+        await stored_keys(mine, keys_of(1, 2, 3))
+        await quiet(near)
+        cache = near.parts.caches[mine.opened.cache]
+        node = cache.keyed.find(cache.keyed.name(0, keys_of(2)))
+        cache.release(cache.index.drop(node, 0, 1, Tier.HOST), near.parts.disk)
+        near.parts.peers.start()
+        await until(lambda: near.parts.peers.pushes.waiting == 0)
+        asked = [keys_of(n) for n in (1, 2, 3)]
+        assert set(await pair.tier.holders(pair.shared, 0, asked)) == {keys_of(1), keys_of(3)}
+        assert near.parts.counts["pages_pushed_peer"] == 2
+        assert near.parts.counts["peer_push_dropped_gone"] == 1
+        mine.leave()
+
+
+@pytest.mark.parametrize("named", [1 << 16, 100])
+async def test_a_path_of_many_pieces_whose_state_is_at_its_end_is_pushed_whole(
+    tmp_path: Path, monkeypatch, named: int
+) -> None:
+    """After a piece its home can resume nowhere yet: the next one follows, however few windows are named."""
+    for module in (items, pushes):
+        monkeypatch.setattr(module, "MAX_ITEMS", named, raising=False)
+    monkeypatch.setattr(items, "RUN_PAGES", 16)
+    path = tokens(*range(1, 81))
+    async with direct(tmp_path, cache=ALL) as pair, storing(None) as near:
+        near.join_fleet(pair.tier)
+        near.parts.peers.start()
+        mine = Engine(near)
+        await mine.open(ALL)
+        reserved = await mine.reserve(path, wants=(wire.Want(2, np.array([79], "<i4").tobytes()),))
+        mine.write(path, reserved)
+        await mine.call(wire.Commit(reserved.reservation, 0, 80))
+        assert await mine.get(path) == 80
+        await until(lambda: not near.parts.peers.busy, 60.0)
+        theirs = Engine(pair.far)
+        await theirs.open(ALL)
+        assert await theirs.get(path) == 80
+        for engine in (mine, theirs):
+            engine.leave()

@@ -22,7 +22,9 @@ from kvtier.events.feed import Cleared, Event, Removed, Stored
 from kvtier.identity import CHAIN_BYTES
 
 KEPT: Final = 10_000
-"""Batches that can be replayed."""
+"""Batches that can be replayed,"""
+KEPT_BYTES: Final = 256 << 20
+"""as far as they are no more than that together: a batch may name the tokens of many long prompts."""
 BACKLOG: Final = 4096
 """Batches that wait for the thread; beyond that the rest is dropped, and everything is announced anew."""
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -37,7 +39,8 @@ class Publisher:
         self._context = zmq.Context()
         self._announce = announce
         self._batches: deque[tuple[float, list[Event]]] = deque()
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
         self._next = 0
         self._lost = False
         self._closing = False
@@ -68,8 +71,8 @@ class Publisher:
         """Take a batch; never waits."""
         if len(self._batches) >= BACKLOG:
             self._lost = True
-            return
-        self._batches.append((when, events))
+        else:
+            self._batches.append((when, events))
         self._wake()
 
     def _wake(self) -> None:
@@ -107,13 +110,20 @@ class Publisher:
         while self._batches:
             when, events = self._batches.popleft()
             payload = encode(when, events)
-            self._kept.append((self._next, payload))
+            self._keep(payload)
             self._out.send_multipart((b"", self._next.to_bytes(8, "big"), payload))
             self._next += 1
         if self._lost:
             self._lost = False
             _log.warning("events were dropped; everything is announced anew")
             self._announce()
+
+    def _keep(self, payload: bytes) -> None:
+        """Keep the next batch for replays; the oldest go."""
+        self._kept.append((self._next, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > KEPT or (self._kept_bytes > KEPT_BYTES and len(self._kept) > 1):
+            self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _answer(self) -> None:
         """Replay from a number on; a request that is no number is ignored."""

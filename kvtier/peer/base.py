@@ -123,7 +123,10 @@ class PeerTier(Protocol):
         """Keyed caches: which homes have each key, those that say so within one deadline."""
 
     async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:
-        """Keyed caches: that peer for these (concatenated) keys, whose positions are the pages; None where it fails."""
+        """Keyed caches: that peer for these (concatenated) keys, whose positions are the pages; None where it fails.
+
+        Those that it does not have do not come; the others do.
+        """
 
     def key_homes(self, shared: Shared, group: int, key: bytes) -> list[str]:
         """Keyed caches: peers that a key should be pushed to."""

@@ -306,7 +306,12 @@ class Direct:
         answer = await self.ask(peer, shared, frames.Have(shared.id, group, keys), frames.Has) if peer.up else None
         if answer is None:
             return None
-        return DirectSource(self, peer, answer[0], shared, keys, len(keys) // shared.spec.stride)
+        pages, have = len(keys) // shared.spec.stride, answer[1].have
+        if len(have) != pages:
+            peer.give(answer[0], good=False)
+            return None
+        lacking = frozenset(at for at, there in enumerate(have) if not there)
+        return DirectSource(self, peer, answer[0], shared, keys, pages, lacking=lacking)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Final
 
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
@@ -13,10 +13,14 @@ from kvtier.peer.frames import Refusal
 from kvtier.peer.items import echo, items_of, nbytes_of, picks_of, sums_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
 
 if TYPE_CHECKING:
     from kvtier.peer.direct import Direct
+
+
+TIMES: Final = 2
+"""A home may want an item that often: it may lose some as it takes others, but not for ever."""
 
 
 class _MismatchError(EOFError):
@@ -69,17 +73,25 @@ class DirectSource(_Held):
         pages: int,
         picks: tuple[Pick, ...] = (),
         load: frames.Load | None = None,
+        lacking: Collection[int] = (),
     ) -> None:
-        """`load`: comes already, for these picks; unless it is fetched first, the connection is of no use."""
+        """`load`: comes already, for these picks; unless it is fetched first, the connection is of no use.
+
+        `lacking`: pages (positions of keys) that it does not have.
+        """
         super().__init__(tier, peer, pipe, shared, keys)
         self.pages = pages
         self._picks, self._load = picks, load
+        self._lacking = lacking
         self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
         """See Source."""
-        order = sorted(range(len(places)), key=lambda at: (places[at].group, places[at].page))
+        wanted = [at for at, place in enumerate(places) if place.page not in self._lacking]
+        order = sorted(wanted, key=lambda at: (places[at].group, places[at].page))
         out: list[int | None] = [None] * len(places)
+        if not order:
+            return out
         try:
             found = await self._fetch([places[at] for at in order])
         except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
@@ -88,6 +100,12 @@ class DirectSource(_Held):
         for at, value in zip(order, found, strict=True):
             out[at] = value
         return out
+
+    def _unusable(self, picks: tuple[Pick, ...]) -> bool:
+        """Whether other items come than these, or the peer hung up: others were fetched from for long."""
+        if self._load is not None:
+            return self._picks != picks
+        return not self._shared.spec.keyed and not self._open().stream.quiet
 
     async def _again(self) -> None:
         """Find on another connection, where nothing comes that was asked for ahead and is not wanted."""
@@ -113,7 +131,7 @@ class DirectSource(_Held):
         items = [(place.group, place.page) for place in places]
         nbytes = nbytes_of(self._shared.spec, items)
         picks = picks_of(items)
-        if self._load is not None and self._picks != picks:
+        if self._unusable(picks):
             await self._again()
         pipe, load, self._load = self._open(), self._load, None
         until = time.monotonic() + 2 * pipe.within(nbytes)
@@ -148,6 +166,16 @@ class DirectSink(_Held):
         super().__init__(tier, peer, pipe, shared, keys)
         self.picks, self.stored = wanted.picks, wanted.stored
         self._echo = echo(shared.id, keys)
+        self._pages = len(keys) // shared.spec.stride
+        self._left = TIMES * self._pages * len(shared.spec.groups)
+        """Items that it may still want."""
+
+    def close(self) -> None:
+        """See Sink. What it reserved and does not get is given back there when the connection ends."""
+        if self._pipe is not None and self.picks:
+            self._peer.give(self._pipe, good=False)
+            self._pipe = None
+        super().close()
 
     async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
         """See Sink."""
@@ -163,9 +191,11 @@ class DirectSink(_Held):
                 if pipe.paced:  # and so is what it has to read yet
                     limit.reschedule(asyncio.get_running_loop().time() + 2 * pipe.patience(nbytes))
                 stored = await pipe.receive(frames.Stored)
+            _bounded("stored", stored.pages, self._pages)
         except BaseException as exc:
             self._fail(exc)
             raise
+        self.picks, self._left = (), self._left - len(items)
         if packed:
             tier.packing.packed(self._shared.id, nbytes, pipe.wire, pipe.coding_s)
         else:
@@ -177,7 +207,7 @@ class DirectSink(_Held):
         try:
             async with asyncio.timeout(self._tier.terms.deadline_s):
                 self.picks = (await self._open().ask(frames.More(), frames.Wanted)).picks
-            items_of(self._shared.spec, self.picks, len(self._keys) // self._shared.spec.stride)
+            _bounded("picks", len(items_of(self._shared.spec, self.picks, self._pages)), self._left)
         except BaseException as exc:
             self._fail(exc)
             raise
@@ -186,3 +216,9 @@ class DirectSink(_Held):
 def refused(exc: BaseException) -> bool:
     """Whether a peer answered, with a no."""
     return isinstance(exc, Refusal)
+
+
+def _bounded(field: str, number: int, most: int) -> None:
+    """Raise bad_request for a number that a peer cannot mean."""
+    if not 0 <= number <= most:
+        raise bad(field, f"0..{most}", number)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
-from kvtier.identity import CacheSpec
+from kvtier.identity import MAX_GROUPS, CacheSpec
 from kvtier.peer.base import Pick
 from kvtier.peer.secrets import Mac, derive
 from kvtier.types import Code, KvtierError
@@ -31,6 +31,8 @@ MAX_BODY: Final = 16 << 20
 MAX_PATH: Final = MAX_BODY - (64 << 10)
 """Bytes of page keys that are asked about: the rest of such a frame is small."""
 MAX_ITEMS: Final = 1 << 16
+Picks = Annotated[tuple[Pick, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+"""More are refused before one is made: a frame holds millions, which would take the loop seconds."""
 T = TypeVar("T")
 
 
@@ -94,14 +96,14 @@ class Find(Message, tag=7):
 
     cache: bytes
     keys: bytes
-    picks: tuple[Pick, ...] = ()
+    picks: Picks = ()
     packed: bool = False
 
 
 class Fetch(Message, tag=9):
     """Items of the path that was found last; `packed`: they come sooner if they are."""
 
-    picks: tuple[Pick, ...]
+    picks: Picks
     packed: bool = False
 
 
@@ -112,7 +114,7 @@ class Load(Message, tag=10):
     `packed`, each has its frame's length (u32 little-endian) in front, 0 where it comes as it is.
     """
 
-    picks: tuple[Pick, ...]
+    picks: Picks
     sums: bytes
     nbytes: int
     echo: bytes
@@ -139,7 +141,7 @@ class Offer(Message, tag=11):
 
     cache: bytes
     keys: bytes
-    spare: tuple[Pick, ...] = ()
+    spare: Picks = ()
     group: int = 0
     """Of a keyed cache's keys."""
     load: Load | None = None
@@ -155,7 +157,7 @@ class Wanted(Message, tag=13):
     `stored`: pages that are served now of those that came with the offer.
     """
 
-    picks: tuple[Pick, ...] = ()
+    picks: Picks = ()
     stored: int = 0
 
 
@@ -253,7 +255,7 @@ def expect(message: Message, kind: type[T]) -> T:
     """A frame of that kind; raises the Refusal that came instead, bad_request for anything else."""
     if isinstance(message, Refused) and not issubclass(Refused, kind):
         code = Code(message.code) if message.code in set(Code) else Code.INTERNAL
-        raise Refusal(code, message.message[:200])
+        raise Refusal(code, "".join(each if each.isprintable() else "?" for each in message.message[:200]))
     if not isinstance(message, kind):
         raise KvtierError(Code.BAD_REQUEST, f"expected {kind.__name__}, got {type(message).__name__}")
     return message

@@ -68,15 +68,27 @@ def sums_of(sums: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(sums)}Q", *sums)
 
 
-def pages_of(pick: Pick) -> list[int]:
-    """Page numbers of a pick; raises bad_request."""
+def _count(pick: Pick) -> int:
+    """How many page numbers a pick has; raises bad_request."""
     if len(pick.pages) % 4:
         raise bad("picks", "int32 pages")
-    return list(struct.unpack(f"<{len(pick.pages) // 4}i", pick.pages))
+    return len(pick.pages) // 4
+
+
+def last_of(pick: Pick) -> int:
+    """The last page number of a pick, -1 where it has none; raises bad_request."""
+    return int.from_bytes(pick.pages[-4:], "little", signed=True) if _count(pick) else -1
+
+
+def pages_of(pick: Pick) -> list[int]:
+    """Page numbers of a pick; raises bad_request."""
+    return list(struct.unpack(f"<{_count(pick)}i", pick.pages))
 
 
 def items_of(spec: CacheSpec, picks: Sequence[Pick], pages: int) -> list[tuple[int, int]]:
     """(group, page) of the picks, in order; raises bad_request for what cannot be items of a path of `pages` pages."""
+    if (total := sum(map(_count, picks))) > MAX_ITEMS:
+        raise bad("picks", f"at most {MAX_ITEMS} items", total)
     out: list[tuple[int, int]] = []
     for pick in picks:
         if not 0 <= pick.group < len(spec.groups):
@@ -85,8 +97,8 @@ def items_of(spec: CacheSpec, picks: Sequence[Pick], pages: int) -> list[tuple[i
         if found and not (found[0] >= 0 and found[-1] < pages and all(a < b for a, b in itertools.pairwise(found))):
             raise bad("picks", f"ascending pages 0..{pages - 1}")
         out += [(pick.group, page) for page in found]
-    if len(out) > MAX_ITEMS or len({group for group, _ in out}) != sum(1 for p in picks if p.pages):
-        raise bad("picks", f"at most {MAX_ITEMS} items, each group once", len(out))
+    if len({group for group, _ in out}) != sum(1 for p in picks if p.pages):
+        raise bad("picks", "each group once")
     return out
 
 

@@ -373,8 +373,9 @@ def _slots(line: Line) -> list[tuple[int, int, tuple[str, int]]]:
         raise
     here = str(line.where.address[0]).encode()
     try:
-        return [
-            (int(row[0]), min(int(row[1]), SLOTS - 1), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows
-        ]
+        found = [(int(row[0]), int(row[1]), ((row[2][0] or here).decode(), int(row[2][1]))) for row in rows]
     except (TypeError, LookupError, AttributeError):
         raise EOFError("no map of a Cluster") from None
+    if not all(0 <= first <= last < SLOTS and 0 <= port < 1 << 16 for first, last, (_, port) in found):
+        raise EOFError("no map of a Cluster")
+    return found

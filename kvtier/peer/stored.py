@@ -151,14 +151,20 @@ class DepotSink:
         until = depot.until(2 * nbytes_of(spec, [(place.group, place.page) for place in places]))
         heads: list[Want] = []
         bodies: list[Want] = []
-        for place, value in zip(places, sums, strict=True):
+        owner: list[int] = []
+        for at, (place, value) in enumerate(zip(places, sums, strict=True)):
             mark = self._named[place.page]
             head = Head(place.group, spec.groups[place.group].item_bytes, value, mark.echo)
             name = item_name(self._shared, self._generation, mark, place.group)
             heads.append(Want(name, [memoryview(head.pack())]))
-            bodies += pieces(name, head, place)
+            mine = pieces(name, head, place)
+            bodies += mine
+            owner += [at] * len(mine)
         # A head is written when its bytes are there: what has a head can be read, until the store evicts some of it.
-        if not all(await shelf.write(bodies, until)) or not all(await shelf.write(heads, until)):
+        failed = {at for at, ok in zip(owner, await shelf.write(bodies, until), strict=True) if not ok}
+        whole = [head for at, head in enumerate(heads) if at not in failed]
+        done = await shelf.write(whole, until) if whole else []
+        if failed or not all(done):
             if shelf.up and self._life == shelf.life:
                 depot.refused()
             raise OSError("the shared store did not take all of it")

@@ -50,6 +50,8 @@ class Home:
         """Connections that are served: of each member its requests under way, and its pings."""
         self._admitted: set[Visit] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}
+        """Those whose other end has not shown the key, the oldest first."""
         self._accepting: asyncio.Task[None] | None = None
 
     @property
@@ -70,13 +72,19 @@ class Home:
                 _log.warning("a peer could not be accepted: %s", exc)
                 await asyncio.sleep(0.2)
                 continue
-            if len(self._tasks) - len(self._admitted) >= MAX_NEW:
-                sock.close()
-                continue
+            if len(self._strangers) >= MAX_NEW:  # who has the key shows it sooner than so many others come
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.cancel()
             task = loop.create_task(self._serve(sock))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._strangers[task] = None
+            task.add_done_callback(self._over)
             task.add_done_callback(_closer(sock))  # also of one that never began
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._strangers.pop(task, None)
 
     async def _serve(self, sock: socket.socket) -> None:
         try:
@@ -105,9 +113,12 @@ class Home:
 
     def admit(self, visit: Visit) -> bool:
         """Whether a connection whose other end has shown the key is served."""
-        if len(self._admitted) < self._most:
-            self._admitted.add(visit)
-        return visit in self._admitted
+        task = asyncio.current_task()
+        if task not in self._strangers or len(self._admitted) >= self._most:
+            return False  # it has waited for too long, or there are too many
+        del self._strangers[task]
+        self._admitted.add(visit)
+        return True
 
     def pace(self, peer: str) -> Pace:
         """How fast that peer may be served, over all its connections."""

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvtier.identity import base_id
+from kvtier.index.node import LOCAL
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Place, Shared
 from kvtier.peer.items import CHUNK_BYTES, chunk_pages, echo, items_of, nbytes_of, pages_of, picks_of, sums_of
@@ -17,7 +18,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.keypeers import nodes_of
 from kvtier.store.peers import Granted, Guest
 from kvtier.store.reserve import Reservation
-from kvtier.types import Code, KvtierError
+from kvtier.types import NO_COPY, Code, KvtierError
 from kvtier.wire import MAX_KEYS
 
 if TYPE_CHECKING:
@@ -82,17 +83,30 @@ class Taking:
             return await self._more_keys(cache, route)
         if self._parts.loading:
             await self._parts.restore.path(cache, keys)
-        start = cache.radix.match(keys, self._parts.now()).pages
+        spare = {pick.group: pages_of(pick) for pick in route.spare}
+        start = self._first_lacking(cache, keys, spare)
         end = min(len(keys) // cache.index.stride, start + chunk_pages(cache.spec))
         if start == end:
             return frames.Wanted()
-        spare = {pick.group: pages_of(pick) for pick in route.spare}
         part = keys[: end * cache.index.stride]
         res = self._hold(await self._guest.reserve(store.tokens, cache, part, start, spare))
         if res is None:
             return frames.Wanted()
         items = res.items(list(range(res.pages)))
         return frames.Wanted(picks_of((g, res.start + at) for g, at, _ in items))
+
+    def _first_lacking(self, cache: Cache, keys: bytes, spare: dict[int, list[int]]) -> int:
+        """The first page, beyond where an engine can resume, that is not here or lacks a spare item that is offered.
+
+        Pages that are here may be of use only with a window or state of a later piece: they are not asked for again.
+        """
+        first = cache.radix.match(keys, self._parts.now()).pages
+        node, end = cache.radix.deepest(keys)
+        lacking = [end]
+        for group, pages in spare.items():
+            held = cache.found(node, group, first, max(0, end - first), LOCAL)
+            lacking += [page for page in pages if first <= page < end and held[page - first] == NO_COPY][:1]
+        return min(lacking)
 
     async def _more_keys(self, cache: Cache, route: Route) -> frames.Wanted:
         """Reserve the next keys that are missing here; their positions are those in all that was offered."""

@@ -17,7 +17,7 @@ from kvtier.index import Node
 from kvtier.peer import frames
 from kvtier.peer.base import Pick, Shared
 from kvtier.peer.bulk import shut
-from kvtier.peer.items import echo, items_of, nbytes_of, pages_of, picks_of, ranges, sums_of
+from kvtier.peer.items import echo, items_of, last_of, nbytes_of, picks_of, ranges, sums_of
 from kvtier.peer.members import keys_of
 from kvtier.peer.patience import Patience
 from kvtier.peer.pipe import Pipe
@@ -158,7 +158,7 @@ class Visit:
         self._route = route = route._replace(keys=msg.keys[: pages * cache.spec.stride])
         self._fresh = True
         found = frames.Found(pages, self._home.fame.level(keys_of(route.shared, route.keys)[0], time.monotonic()))
-        if not msg.picks or any(page >= pages for pick in msg.picks for page in pages_of(pick)[-1:]):
+        if not msg.picks or any(last_of(pick) >= pages for pick in msg.picks):
             return found
         items, nbytes = asked(cache, msg.picks, pages)
         node = cache.radix.ending_at(match.node, pages)

@@ -128,31 +128,35 @@ class KeyPeers:
             await self._pull(cache, shared, other, mine)
 
     async def _from(self, cache: Cache, shared: Shared, node: str, names: list[bytes]) -> list[bytes]:
-        """Fetch keys of one group from one peer, piece by piece; those that are left where one does not come."""
+        """Fetch keys of one group from one peer, piece by piece; those that did not come."""
         group, step = names[0][0], max(1, CHUNK_BYTES // cache.item_bytes[names[0][0]])
+        left: list[bytes] = []
         with self._keys.parts.leased(cache, cache.index.root):  # so that the cache is not forgotten meanwhile
             try:
                 for at in range(0, len(names), step):
-                    part = names[at : at + step]
-                    if not await self._piece(cache, shared, node, group, part):
-                        return names[at:]
+                    lacking = await self._piece(cache, shared, node, group, names[at : at + step])
+                    if lacking is None:
+                        return left + names[at:]
+                    left += lacking
             except KvtierError as exc:
                 _log.warning("peers' keys could not be taken: %s", exc)
             except Exception:  # noqa: BLE001 - these keys, not the others'
                 _log.exception("fetching keys from a peer failed")
-        return []
+        return left
 
-    async def _piece(self, cache: Cache, shared: Shared, node: str, group: int, names: list[bytes]) -> bool:
-        """Fetch some keys; whether all came."""
+    async def _piece(
+        self, cache: Cache, shared: Shared, node: str, group: int, names: list[bytes]
+    ) -> list[bytes] | None:
+        """Fetch some keys; those that did not come, None where the peer does not say which it has."""
         keys = b"".join(name[1:] for name in names)
         source = await self.tier.source(node, shared, group, keys)
         if source is None:
-            return False
+            return None
         sums: list[int | None] = []
         try:
             res, _ = await self._guest.reserve_keys(self._keys, cache, group, keys)
             if res is None:
-                return True  # others brought them, or there is no room
+                return []  # others brought them, or there is no room
             items = res.items(list(range(res.pages)))
             try:
                 sums = await source.fetch([Place(g, at, cache.views(g, handle)) for g, at, handle in items])
@@ -162,7 +166,7 @@ class KeyPeers:
             counts = self._keys.parts.counts
             counts["pages_loaded_peer"] += len(known)
             counts["bytes_peer_to_host"] += len(known) * cache.item_bytes[group]
-            return len(known) == len(items)
+            return [names[at] for g, at, _ in items if (g, at) not in known]
         finally:
             source.close()
 
@@ -206,17 +210,19 @@ class KeyPeers:
             sink.close()
 
     async def _feed(self, cache: Cache, sink: Sink, group: int, nodes: list[Node]) -> int:
-        """Send what a home picks of these keys, as long as host has it; how many it took, -1 where it failed."""
+        """Send what a home picks of these keys and host has; how many it took, -1 where it failed."""
         taken = 0
-        while sink.picks:
-            places, sums = lend_keys(cache, group, [(at, nodes[at]) for pick in sink.picks for at in pages_of(pick)])
-            if not places:
-                break
-            sent = await sink.send(places, sums)
-            if not sent:
-                return -1
-            taken += sent
+        gone = set[int]()
+        while wanted := {at for pick in sink.picks for at in pages_of(pick)} - gone:
+            gone |= {at for at in wanted if not _in_host(cache, nodes[at], group)}
+            places, sums = lend_keys(cache, group, [(at, nodes[at]) for at in sorted(wanted - gone)])
+            if places:
+                sent = await sink.send(places, sums)
+                if not sent:
+                    return -1
+                taken += sent
             await sink.more()
+        self._keys.parts.counts["peer_push_dropped_gone"] += len(gone)
         return taken
 
 
@@ -231,15 +237,19 @@ def here(cache: Cache, node: Node | None, group: int) -> bool:
     return node is not None and node.live > 0 and any(cache.index.get(node, 0, t, group) != NO_COPY for t in LOCAL)
 
 
+def _in_host(cache: Cache, node: Node, group: int) -> bool:
+    """Whether a leased key can be sent."""
+    return not node.dead and node.sums[group] is not None and cache.index.get(node, 0, Tier.HOST, group) != NO_COPY
+
+
 def lend_keys(cache: Cache, group: int, wanted: list[tuple[int, Node]]) -> tuple[list[Place], list[int]]:
     """Slots and checksums of leased keys, by position; none at all unless host has every one of them."""
     places: list[Place] = []
     sums: list[int] = []
     for at, node in wanted:
-        handle = NO_COPY if node.dead else cache.index.get(node, 0, Tier.HOST, group)
         kept = node.sums[group]
-        if handle == NO_COPY or kept is None:
+        if kept is None or not _in_host(cache, node, group):
             return [], []
-        places.append(Place(group, at, cache.views(group, handle)))
+        places.append(Place(group, at, cache.views(group, cache.index.get(node, 0, Tier.HOST, group))))
         sums.append(kept[0])
     return places, sums

@@ -100,7 +100,7 @@ class Guest(Instance):
 
         The rest goes back. Returns how many are served.
         """
-        missing = {at for g, at, _ in res.items(list(range(res.pages))) if (g, at) not in sums}
+        missing = {at for g, at, _ in res.items(list(range(res.pages))) if not sums.get((g, at))}  # 0: not known
         last = res.pages if res.cache.spec.keyed else min(missing, default=res.pages)
         good = [at for at in range(last) if at not in missing]
         before = res.published

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from kvtier import wire
 from kvtier.index import Node
 from kvtier.peer.base import NOTHING, Ahead, PeerTier, Pick, Place, Shared, Sink
+from kvtier.peer.frames import MAX_ITEMS
 from kvtier.peer.items import chunk_pages, items_of, picks_of, ranges
 from kvtier.store.cache import Cache
 from kvtier.store.keypeers import KeyPeers
@@ -282,7 +283,8 @@ def _continues(a: bytes, b: bytes) -> bool:
 
 
 def _spare(cache: Cache, node: Node, pages: int) -> tuple[Pick, ...]:
-    """What host has of window and state groups of a path's first pages."""
+    """What host has of window and state groups of a path's first pages: the deepest of each, as many as are taken."""
     others = [g for g in range(cache.index.groups) if g not in cache.index.anchors]
-    held = {g: cache.gather(node, g, 0, pages, Tier.HOST) for g in others}
-    return picks_of((g, page) for g, row in held.items() for page, handle in enumerate(row) if handle != NO_COPY)
+    first = max(0, pages - MAX_ITEMS // max(1, len(others)))
+    held = {g: cache.gather(node, g, first, pages - first, Tier.HOST) for g in others}
+    return picks_of((g, first + at) for g, row in held.items() for at, handle in enumerate(row) if handle != NO_COPY)
