@@ -51,8 +51,8 @@ async def kept(folder: Path, promised: dict[int, int]) -> list[str]:
             found = await engine.get(prompt(n))
             if found != pages:
                 wrong.append(f"prompt {n} was durable to page {pages} and is served to {found}")
-        for place in list(store.scrub.places()):
-            await store.scrub.check(place)
+        async for batch in store.scrub.batches():
+            await store.scrub.check(batch)
         lost = {name: count for name, count in store.parts.counts.items() if name.startswith(("load_", "host_"))}
         return wrong + [f"copies that are not what was stored: {lost}"] * bool(lost) + store.parts.check()
 

@@ -16,7 +16,7 @@ from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import Shape, Slice, chain_keys
 from kvtier.index import base
-from kvtier.store import Store, loads, slices, space
+from kvtier.store import Store, loads, scrub, slices, space
 from kvtier.store.reserve import ABORTED, OPEN
 from kvtier.store.runs import names_of
 from kvtier.tiers.host import HostTier
@@ -234,10 +234,11 @@ async def test_the_scrub_begins_without_a_look_at_every_node(monkeypatch: pytest
                 yield node
 
         monkeypatch.setattr(cache.index, "walk", counted)
-        places = store.scrub.places()
-        next(places)
+        monkeypatch.setattr(scrub, "BATCH_COPIES", 1)
+        batches = store.scrub.batches()
+        await anext(batches)
         assert walked == 1
-        assert len(list(places)) + 1 == sum(cache.index.copies)
+        assert sum([len(batch) async for batch in batches]) + 1 == sum(cache.index.copies)
         engine.leave()
 
 
