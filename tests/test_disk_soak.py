@@ -87,8 +87,11 @@ class Sample(NamedTuple):
     catalogue: float
 
 
-NOISE = Sample(0.02, 0.02, 0.03, 0, 0, 0, 0.1)
-"""Shares of its level that the least-squares line of a value may rise or fall in a run; none where it is a count."""
+NOISE = Sample(0.02, 0.02, 0.03, 0, 0, 0, 0.15)
+"""Shares of its level that the least-squares line of a value may rise or fall in a run; none where it is a count.
+
+The catalogue's file keeps the size that it had at its largest, and gets there in steps.
+"""
 
 
 def sample(process: psutil.Process, folder: Path) -> Sample:
