@@ -136,6 +136,8 @@ class Mover:
             if not self._withdraw(job, urgency):
                 await drained(future)
             raise
+        finally:
+            del job, future  # an exception has this frame, which must not have it: nobody collects cycles
 
     def _withdraw(self, job: _Job, urgency: Urgency) -> bool:
         """Take back a batch that has not begun."""

@@ -212,6 +212,8 @@ def dummy(kind: Any) -> Any:
         made = {field.name: dummy(field.type) for field in msgspec.structs.fields(kind) if field.required}
         return kind(**made)
     origin = typing.get_origin(kind) or kind
+    if origin is typing.Annotated:
+        return dummy(typing.get_args(kind)[0])
     if isinstance(origin, types.UnionType):
         return dummy(typing.get_args(kind)[0])
     return {int: 1, str: "x", bytes: b"", tuple: (), dict: {}, float: 1.0, bool: False}[origin]

@@ -361,6 +361,8 @@ class MooncakeShelf:
         except asyncio.CancelledError:
             await drained(future)
             raise
+        finally:
+            del future  # an exception has this frame, which must not have it: nobody collects cycles
 
     def status(self) -> list[dict[str, Any]]:
         """See Shelf."""

@@ -182,8 +182,11 @@ class Pipe:
             raise
         finally:
             timer.cancel()
-        if not future.cancelled():
-            return future.result()
+        try:
+            if not future.cancelled():
+                return future.result()
+        finally:
+            del job, future  # an exception has this frame, which must not have it: nobody collects cycles
         if begun:
             bulk.shut(self.stream.sock)
         raise frames.Refusal(Code.BUSY, "no thread was free for a transfer")

@@ -92,6 +92,8 @@ class Server:
             if not future.cancelled():
                 future.exception()  # nobody waits for it, and asyncio would complain
             raise
+        finally:
+            del future  # an exception has this frame, which must not have it: nobody collects cycles
 
     def _work(self, work: Callable[[Line], T], until: float, line: list[Line]) -> T:
         """In a worker thread: on an idle connection or a new one, which is kept where nothing went wrong."""

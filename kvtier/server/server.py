@@ -236,18 +236,21 @@ class Server:
         connection = Connection(self._shared, serve, closed)
         connection.instance = hello.instance
         session, welcome, fds = sessions.join(hello, peer, connection)
+        lent = fds if session.arenas else []
         try:
             await send_first(sock, wire.frame(first.header.verb, first.header.request, welcome), fds)
         except BaseException:
             sessions.left(session, clean=True)  # nobody has the whole Welcome: nobody maps an arena or knows its number
+            del session  # which knows the connection, as `serve` does: no cycle is to be left
             raise
         finally:
-            for fd in fds if session.arenas else ():
+            for fd in lent:
                 os.close(fd)
         try:
             await self._adopt(sock, connection)
         except BaseException:
             sessions.left(session, clean=False)
+            del session
             raise
 
     async def _register(self, sock: socket.socket, first: FirstFrame, message: wire.Register, peer: Peer) -> None:

@@ -197,6 +197,8 @@ class Carrier:
             result: T = await self.do(begin, lambda _: box[0], urgency)
         except Stuck as exc:
             raise KvtierError(exc.code, exc.message) from exc  # nothing was queued that may still write
+        finally:
+            box.clear()
         return result
 
     async def transfer(self, start: Callable[[], Transfer], urgency: Urgency) -> None:
@@ -220,7 +222,10 @@ class Carrier:
             box[0].settled()
             return None
 
-        await self.do(begin, end, urgency)
+        try:
+            await self.do(begin, end, urgency)
+        finally:
+            box.clear()
 
     async def probe(self, address: int, token: bytes, what: str) -> None:
         """Read back what another process says is in its memory. Raises io, with advice, where it is something else."""
@@ -261,6 +266,8 @@ class Carrier:
         except asyncio.CancelledError:
             await drained(future)
             raise
+        finally:
+            del future  # an exception has this frame, which must not have it: nobody collects cycles
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give the device up when the thread does not come out of the driver; goes on while somebody waits."""
@@ -362,7 +369,7 @@ class Carrier:
         for batch in done:
             result = batch.end(self)
             self._flying.remove(batch)
-            _tell(batch.future, result)
+            carries.tell(batch.future, result)
         if self._flying and time.monotonic() - self._flying[0].begun > self._deadline_s:
             self.sick = f"the device did not move a batch within {self._deadline_s:.1f} s"
 
@@ -377,24 +384,9 @@ class Carrier:
             for waiting in (*self._queues, self._flying):
                 waiting.clear()
         for batch in queued:
-            _tell(batch.future, KvtierError(Code.IO, self.sick or "closing"))
+            carries.tell(batch.future, KvtierError(Code.IO, self.sick or "closing"))
         for batch in flying:
-            _tell(batch.future, Stuck(Code.IO, self.sick))
+            carries.tell(batch.future, Stuck(Code.IO, self.sick))
         if self.sick and self.on_sick is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self.on_sick()
-
-
-def _tell(future: asyncio.Future[Any], result: Any) -> None:
-    """Give the loop a result, or an error."""
-
-    def deliver() -> None:
-        if future.done():
-            return
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-        future.get_loop().call_soon_threadsafe(deliver)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -99,3 +101,18 @@ def put(where: Span, data: bytes, carrier: Carrier, stream: Stream) -> None:
 def update(state: xxhash.xxh3_64, size: int, carrier: Carrier) -> None:
     """Add what is there now to a sum."""
     state.update(carrier.scratch.data[:size].data)
+
+
+def tell(future: asyncio.Future[Any], result: Any) -> None:
+    """Give the loop a result, or an error, of a batch."""
+
+    def deliver() -> None:
+        if future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        future.get_loop().call_soon_threadsafe(deliver)

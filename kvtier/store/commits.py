@@ -271,6 +271,7 @@ async def _result(work: asyncio.Future[Committed]) -> Committed:
         return await asyncio.shield(work)
     finally:
         await drained(work)
+        del work  # an exception has this frame, which must not have it: nobody collects cycles
 
 
 def _check_names(res: Reservation, msg: Commit) -> None:
