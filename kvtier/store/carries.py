@@ -16,7 +16,7 @@ from kvtier.device.layout import Sheet
 from kvtier.device.ops import SUM_FROM, Move, summed
 from kvtier.device.shuttle import FEW_BLOCKS, STAGING, Way
 from kvtier.tiers.pool import Span
-from kvtier.types import PAGE_ALIGN
+from kvtier.types import PAGE_ALIGN, KvtierError
 
 if TYPE_CHECKING:
     from kvtier.store.carrier import Carrier
@@ -109,7 +109,9 @@ def tell(future: asyncio.Future[Any], result: Any) -> None:
     def deliver() -> None:
         if future.done():
             return
-        if isinstance(result, Exception):
+        if isinstance(result, KvtierError):  # a refusal says enough; its frames have this batch: a cycle
+            future.set_exception(result.with_traceback(None))
+        elif isinstance(result, Exception):
             future.set_exception(result)
         else:
             future.set_result(result)
