@@ -48,18 +48,25 @@ def home(tmp_path: Path) -> Iterator[Daemon]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("attach", ATTACH)
 def test_real_weights_give_the_same_bits(smollm: Path, home: Daemon, tmp_path: Path, attach: str, dtype: str):
-    """30 layers, 3 KV heads: a fresh engine behind a restarted daemon gives the tokens and logprobs of the first."""
+    """30 layers, 3 KV heads: a fresh engine behind a restarted daemon gives the tokens of the first, bit for bit.
+
+    Logprobs are those that the first one gives with 192 tokens of its own: processors with bfloat16 units compute the
+    last eight tokens alone a little differently than amid two hundred.
+    """
     more = {"host_bytes": 64 << 20} if attach == "tier" else {}
     options = {"model": smollm, "attach": ATTACH[attach](home.socket, **more), "dtype": dtype}
     row = [token * 17 for token in prompt(200)]
     with Engine(tmp_path / "log", **options) as cold:
-        want = cold.generate([row], tokens=16)[0]
+        computed, own = (cold.generate([row], tokens=16)[0] for _ in range(2))
     home.stop()
     home.start()
     with Engine(tmp_path / "log", **options) as fresh:
         got = fresh.generate([row], tokens=16)[0]
-    assert got["cached"] == 192
-    assert (got["tokens"], got["logprobs"]) == (want["tokens"], want["logprobs"])
+    assert (computed["cached"], own["cached"], got["cached"]) == (0, 192, 192)
+    assert (got["tokens"], got["logprobs"]) == (own["tokens"], own["logprobs"])
+    assert got["tokens"] == computed["tokens"]
+    if dtype == "float32":
+        assert got["logprobs"] == computed["logprobs"]
 
 
 class Server:
