@@ -81,7 +81,7 @@ class Model(RuleBasedStateMachine):
         """A fresh allocator that is told what is used has exactly the same room."""
         again = Cells(SLABS * SLAB, SLAB)
         for _, spans in self.used:
-            assert all(again.mark(span) for span in spans)
+            assert all(again.mark(*span) for span in spans)
         again.loaded()
         assert [again.room(size) for size in SIZES] == [self.cells.room(size) for size in SIZES]
         self.cells = again
@@ -164,7 +164,7 @@ def test_slabs_that_are_held_again_and_again_take_no_more_memory():
 def test_a_span_that_cannot_be_is_not_marked(span):
     """Records are not believed: outside the file, across slabs, off the grid, empty."""
     cells = Cells(SLABS * SLAB, SLAB)
-    assert not cells.mark(span)
+    assert not cells.mark(*span)
     cells.loaded()
     assert cells.check([], []) == []
 
@@ -172,11 +172,11 @@ def test_a_span_that_cannot_be_is_not_marked(span):
 def test_cells_are_marked_once():
     """A second record that names the same cells, or cuts their slab differently, is refused."""
     cells = Cells(SLABS * SLAB, SLAB)
-    assert cells.mark(Span(0, 2, 4))
-    assert not cells.mark(Span(6, 2, 2))
-    assert not cells.mark(Span(16, 1, 1))
-    cells.unmark(Span(0, 2, 4))
-    assert cells.mark(Span(6, 2, 2))
+    assert cells.mark(0, 2, 4)
+    assert not cells.mark(6, 2, 2)
+    assert not cells.mark(16, 1, 1)
+    cells.unmark(0, 2, 4)
+    assert cells.mark(6, 2, 2)
 
 
 def test_check_sees_what_is_wrong():
