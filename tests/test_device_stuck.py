@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -75,6 +77,15 @@ class Owner:
         return await self.engine.call(wire.Load(self.region, 0, rows([4, 5, 6, 7]), lease=lease))
 
 
+@contextlib.asynccontextmanager
+async def leasing(device: Any) -> AsyncIterator[tuple[Store, Owner, int]]:
+    """A store on the device, an engine there, and its lease of what it stored of its blocks."""
+    async with over(lambda: device, 8) as store:
+        owner = Owner(store, device)
+        await owner.open()
+        yield store, owner, await owner.leased(KEYS)
+
+
 def rows(blocks: list[int]) -> bytes:
     return np.array(blocks, "<i8").tobytes()
 
@@ -106,10 +117,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 async def test_a_load_that_is_stuck_is_never_answered(kind: str):
     """No word comes, not even after a cancel, since the device may still write there; the pages stay held."""
     device = hanging(kind, 1)
-    async with over(lambda: device, 8) as store:
-        owner = Owner(store, device)
-        engine = await owner.open()
-        lease = await owner.leased(KEYS)
+    async with leasing(device) as (store, owner, lease):
+        engine = owner.engine
         await engine.still()
         waits, forever = asyncio.Event(), store.parts.forever
 
@@ -136,10 +145,8 @@ async def test_a_load_that_is_stuck_is_never_answered(kind: str):
 async def test_a_load_that_is_stuck_ends_with_its_process(kind: str):
     """Then nobody has the memory that the device may still write: what the engine held returns."""
     device = hanging(kind, 1)
-    async with over(lambda: device, 8) as store:
-        owner = Owner(store, device)
-        engine = await owner.open()
-        lease = await owner.leased(KEYS)
+    async with leasing(device) as (store, owner, lease):
+        engine = owner.engine
         await engine.still()
         device.stuck = True
         hasten(store)
@@ -193,10 +200,8 @@ async def test_memory_of_a_killed_engine_is_unmapped_only_when_nothing_moves_the
     """Its process is gone in the middle of a load: the mapping goes when the device is done, not before."""
     device = hanging(kind, 3)
     freed: list[int] = []
-    async with over(lambda: device, 8) as store:
-        owner = Owner(store, device)
-        engine = await owner.open()
-        lease = await owner.leased(KEYS)
+    async with leasing(device) as (store, owner, lease):
+        engine = owner.engine
         (region,) = engine.process.instance.kv.values()
         free = region.memory[0].free
         region.memory[0].free = lambda: (freed.append(region.running), free())
@@ -221,10 +226,8 @@ async def test_memory_stays_mapped_while_a_load_verifies_its_pages(
 ):
     """Between its checks and its transfer a load has its region: busy to unregister; replaced, nothing moves there."""
     device = hanging(kind, 4)
-    async with over(lambda: device, 8) as store:
-        owner = Owner(store, device)
-        engine = await owner.open()
-        lease = await owner.leased(KEYS)
+    async with leasing(device) as (store, owner, lease):
+        engine = owner.engine
         (region,) = engine.process.instance.kv.values()
         freed, free, gate, sums = [], region.memory[0].free, asyncio.Event(), store.parts.copying.checksums
         region.memory[0].free = lambda: (freed.append(region.running), free())

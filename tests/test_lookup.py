@@ -373,6 +373,17 @@ async def few(path: Path) -> list[bytes]:
     return keys
 
 
+@asynccontextmanager
+async def ahead_of(path: Path, gate: Gate) -> AsyncIterator[tuple[Store, Engine, bytes]]:
+    """A store that is not loaded yet, an engine there, and a prompt that disk has and nobody has asked for."""
+    keys = (await few(path))[-1]
+    gate.after = 2
+    async with starting(path) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        yield store, engine, keys
+
+
 def wrong_sums(store: Store) -> list[int]:
     """Pages in host whose bytes are not those of their checksums."""
     (cache,) = store.parts.caches.values()
@@ -396,11 +407,7 @@ async def test_what_is_named_as_it_runs_is_not_stored_again_before_the_catalogue
     tmp_path: Path, gate: Gate
 ) -> None:
     """Its keys come with the commit, when nobody has looked for them: disk's bytes are those that are served."""
-    keys = (await few(tmp_path))[-1]
-    gate.after = 2
-    async with starting(tmp_path) as store:
-        engine = Engine(store)
-        await engine.open(spec())
+    async with ahead_of(tmp_path, gate) as (store, engine, keys):
         handle = (await engine.match(b"")).handle
         reserved = await engine.call(wire.Reserve(handle, 0, 4, running=True))
         assert await computed(engine, keys, reserved, keys=keys) == 4
@@ -414,11 +421,7 @@ async def test_what_is_named_as_it_runs_is_not_stored_again_before_the_catalogue
 
 async def test_what_was_stored_with_other_bytes_while_loading_keeps_its_checksums(tmp_path: Path, gate: Gate) -> None:
     """An engine that does not wait until its path was looked up: disk's copy gives way to what it stored."""
-    keys = (await few(tmp_path))[-1]
-    gate.after = 2
-    async with starting(tmp_path) as store:
-        engine = Engine(store)
-        await engine.open(spec())
+    async with ahead_of(tmp_path, gate) as (store, engine, keys):
         handle = (await engine.match(b"")).handle
         late = store.verbs[wire.Match](engine.process, wire.Match(0, handle, keys))
         reserved = await engine.call(wire.Reserve(handle, 0, 4))

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from kvtier.mover import drained
+from kvtier.mover import lasting
 from kvtier.peer.mooncake_child import LENGTH, MAX_FRAME, Ask, Setup, Told, frame
 from kvtier.peer.shelf import Want
 from kvtier.peer.trays import TRAY, add_up, pack, places_of, trays_of, unpack
@@ -354,15 +354,7 @@ class MooncakeShelf:
         if sum(want.nbytes for want in wants) <= SMALL:
             work(wants, *args)
             return
-        loop = asyncio.get_running_loop()
-        future = asyncio.ensure_future(loop.run_in_executor(self._pool, work, wants, *args))
-        try:
-            await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await drained(future)
-            raise
-        finally:
-            del future  # an exception has this frame, which must not have it: nobody collects cycles
+        await lasting(asyncio.get_running_loop().run_in_executor(self._pool, work, wants, *args))
 
     def status(self) -> list[dict[str, Any]]:
         """See Shelf."""

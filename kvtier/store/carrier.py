@@ -265,8 +265,8 @@ class Carrier:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             await drained(future)
-            if isinstance(stuck := future.exception(), Stuck):
-                raise stuck from None  # bytes may move still, whoever is cancelled: the caller must hear that
+            if isinstance(future.exception(), Stuck):
+                return future.result()  # raises it: bytes may move still, whoever is cancelled must hear that
             raise
         finally:
             del future  # an exception has this frame, which must not have it: nobody collects cycles

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 import numpy as np
 
 from kvtier.index.node import on_path
-from kvtier.mover import BATCH_BYTES, INLINE_BYTES, Urgency, digest, drained
+from kvtier.mover import BATCH_BYTES, INLINE_BYTES, Urgency, digest, lasting
 from kvtier.store.cache import Cache
 from kvtier.store.durable import told_durable, watch_keys
 from kvtier.store.instance import Instance, Process
@@ -37,7 +37,7 @@ class Commits:
     def commit(self, process: Process, msg: Commit) -> Committed | Awaitable[Committed]:
         """Count a process's shard of pages as written; replies after the checksum of those now complete."""
         if msg.keys and self.parts.loading:
-            return _result(asyncio.ensure_future(self._commit_absent(process, msg)))
+            return lasting(asyncio.ensure_future(self._commit_absent(process, msg)))
         return self._commit(process, msg)
 
     async def _commit_absent(self, process: Process, msg: Commit) -> Committed:
@@ -85,7 +85,7 @@ class Commits:
         size = sum(res.cache.item_bytes[g] for g, _, _ in items)
         if size > INLINE_BYTES or (size and res.tier != Tier.HOST):
             res.hashing += 1
-            return _result(asyncio.ensure_future(self._sum_and_serve(res, positions, items)))
+            return lasting(asyncio.ensure_future(self._sum_and_serve(res, positions, items)))
         for group, at, handle in items:
             res.sums[group][at] = digest(res.cache.views(group, handle))
         return self._serve(res, positions, good=True)
@@ -263,15 +263,6 @@ class Commits:
         for res in reservations:
             res.abandon()
             self._end(res)
-
-
-async def _result(work: asyncio.Future[Committed]) -> Committed:
-    """What work that nobody can cancel comes to, once it has ended."""
-    try:
-        return await asyncio.shield(work)
-    finally:
-        await drained(work)
-        del work  # an exception has this frame, which must not have it: nobody collects cycles
 
 
 def _check_names(res: Reservation, msg: Commit) -> None:

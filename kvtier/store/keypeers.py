@@ -214,7 +214,7 @@ class KeyPeers:
         taken = 0
         gone = set[int]()
         while wanted := {at for pick in sink.picks for at in pages_of(pick)} - gone:
-            gone |= {at for at in wanted if not _in_host(cache, nodes[at], group)}
+            gone |= {at for at in wanted if _in_host(cache, nodes[at], group) is None}
             places, sums = lend_keys(cache, group, [(at, nodes[at]) for at in sorted(wanted - gone)])
             if places:
                 sent = await sink.send(places, sums)
@@ -237,9 +237,11 @@ def here(cache: Cache, node: Node | None, group: int) -> bool:
     return node is not None and node.live > 0 and any(cache.index.get(node, 0, t, group) != NO_COPY for t in LOCAL)
 
 
-def _in_host(cache: Cache, node: Node, group: int) -> bool:
-    """Whether a leased key can be sent."""
-    return not node.dead and node.sums[group] is not None and cache.index.get(node, 0, Tier.HOST, group) != NO_COPY
+def _in_host(cache: Cache, node: Node, group: int) -> tuple[int, int] | None:
+    """Handle and checksum of a leased key that can be sent."""
+    handle = NO_COPY if node.dead else cache.index.get(node, 0, Tier.HOST, group)
+    kept = node.sums[group]
+    return None if handle == NO_COPY or kept is None else (handle, kept[0])
 
 
 def lend_keys(cache: Cache, group: int, wanted: list[tuple[int, Node]]) -> tuple[list[Place], list[int]]:
@@ -247,9 +249,9 @@ def lend_keys(cache: Cache, group: int, wanted: list[tuple[int, Node]]) -> tuple
     places: list[Place] = []
     sums: list[int] = []
     for at, node in wanted:
-        kept = node.sums[group]
-        if kept is None or not _in_host(cache, node, group):
+        found = _in_host(cache, node, group)
+        if found is None:
             return [], []
-        places.append(Place(group, at, cache.views(group, cache.index.get(node, 0, Tier.HOST, group))))
-        sums.append(kept[0])
+        places.append(Place(group, at, cache.views(group, found[0])))
+        sums.append(found[1])
     return places, sums
