@@ -10,6 +10,7 @@ means that its own prefix cache is emptied before each request, as for one that 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import statistics
@@ -40,6 +41,8 @@ PACKAGES = (
 ROW = 3
 """Prompts in a turn, where what kvtier takes is measured."""
 AGAIN = ", started again"
+EMPTY = "an empty connector"
+"""In the place of kvtier's, in the same engines."""
 SAVED_S = 0.3
 RESETS = 100
 """Times that an engine is asked to empty its own prefix cache."""
@@ -96,7 +99,9 @@ def measure(bench: Bench, name: str, subjects: dict[str, Ask]) -> None:
         overhead(bench, name, subjects, prompts, bench.rounds(16))
         overhead(bench, name, subjects, Prompts(3 * prompts.length, bench.seed + 1), bench.rounds(6))
     for kind, shape in (("chat", SMALL),) if bench.tiny else (("chat", CHAT), ("agents", AGENT)):
-        runs = {subject: replays(ask, shape) for subject, ask in subjects.items() if not subject.endswith(AGAIN)}
+        runs = {
+            subject: replays(ask, shape) for subject, ask in subjects.items() if not subject.endswith((AGAIN, EMPTY))
+        }
         samples = interleave(runs, bench.rounds(2))
         bench.add(f"{name}: first token, mean over {kind}", "ms", samples, limit=f"{name} alone")
 
@@ -140,20 +145,22 @@ def shares(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, 
 def overhead(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, rounds: int) -> None:
     """What kvtier takes of an engine's time where nothing is ever used again, in many short turns.
 
-    Both compute the same prompts, a few in a row: what is still being saved of one is paid for by the next. Before
-    the other's turn all is saved. Each has two engines, as those that were started first may be slower for good.
+    Against the very same engines with a connector that does nothing in kvtier's place: two processes that run the same
+    differ by more than what is looked for. And both against engines without any connector. All compute the same
+    prompts, a few in a row: what is still being saved of one is paid for by the next. Before the next turn all is
+    saved. Each has two engines, as those that were started first may be slower for good.
     """
     turns = [[prompts.fresh() for _ in range(2 * ROW)] for _ in range(rounds)]
     alone = f"{name} alone"
-    ran: dict[str, list[float]] = {OURS: [], alone: []}
+    ran: dict[str, list[float]] = {OURS: [], EMPTY: [], alone: []}
 
     def computing(subject: str) -> Callable[[], float]:
         mine = iter(turns)
 
         def turn() -> float:
             row, got = next(mine), []
-            for engine, part in ((subject, row[:ROW]), (subject + AGAIN, row[ROW:])):
-                got += [subjects[engine](prompt) for prompt in part]
+            for again, part in (("", row[:ROW]), (AGAIN, row[ROW:])):
+                got += [subjects[subject + again](prompt) for prompt in part]
                 time.sleep(SAVED_S)
             ran[subject].append(statistics.mean(each["cpu_s"] for each in got))
             return statistics.mean(each["s"] for each in got)
@@ -161,9 +168,12 @@ def overhead(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts
         return turn
 
     samples = interleave({each: computing(each) for each in ran}, len(turns))
-    what = f"{name}: first token with kvtier against alone, nothing of {prompts.length} tokens cached"
-    bench.compare(what, samples, alone, COST)
-    bench.compare(f"{what}, processor time of the engine's thread", ran, alone, COST)
+    nothing = f"nothing of {prompts.length} tokens cached"
+    for more, times in (("", samples), (", processor time of the engine's thread", ran)):
+        bench.compare(f"{name}: first token with kvtier against {EMPTY}, {nothing}{more}", times, EMPTY, COST)
+        bench.compare(f"{name}: first token with kvtier against alone, {nothing}{more}", times, alone)
+        empty = {OURS: times[EMPTY], alone: times[alone]}
+        bench.compare(f"{name}: first token with {EMPTY} against alone, {nothing}{more}", empty, alone)
 
 
 @contextlib.contextmanager
@@ -213,13 +223,18 @@ def vllm(folder: Path, daemon: Daemon, home: Path, *, rivals: bool) -> Iterator[
         engines = {name: Engine(home / "log", folder, attach, max_model_len=2048) for name, attach in attached.items()}
         for engine in engines.values():
             stack.callback(engine.kill)
+        for again in ("", AGAIN):
+            engines[EMPTY + again] = engines[OURS + again]
         engines[OURS].tell("clock")
         if rivals:
             with contextlib.suppress(RivalFailed):
                 engines["LMCache MP"] = lmcache(stack, folder, home)
 
-        def ask(engine: Engine, prompt: list[int]) -> dict[str, float]:
+        def ask(name: str, prompt: list[int]) -> dict[str, float]:
+            engine = engines[name]
             try:
+                if name.startswith((OURS, EMPTY)):
+                    engine.tell("attach", on=name.startswith(OURS))
                 for _ in range(RESETS):
                     if engine.tell("reset"):
                         return engine.tell("first_token", prompt=prompt)
@@ -229,7 +244,7 @@ def vllm(folder: Path, daemon: Daemon, home: Path, *, rivals: bool) -> Iterator[
                 raise RivalFailed(str(exc).strip().splitlines()[-1]) from None
             raise RivalFailed("its blocks are never freed")
 
-        yield {name: lambda prompt, engine=engine: ask(engine, prompt) for name, engine in engines.items()}
+        yield {name: functools.partial(ask, name) for name in engines}
 
 
 def lmcache(stack: contextlib.ExitStack, folder: Path, home: Path) -> Any:

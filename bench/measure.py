@@ -170,7 +170,7 @@ class Bench:
         print(f"{case}: {number(row.value)} {unit}", flush=True)
         return row
 
-    def compare(self, case: str, samples: Samples, other: str, target: Target) -> Row:
+    def compare(self, case: str, samples: Samples, other: str, target: Target | None = None) -> Row:
         """Keep how much more kvtier takes than another, in %, and how sure that is.
 
         `value` is by the medians, `median` that of the rounds' own differences and `worst` its upper bound.
@@ -180,7 +180,8 @@ class Bench:
         value = (statistics.median(samples[OURS]) / statistics.median(samples[other]) - 1) * 100
         row = Row(
             bench=self.name, case=f"{case} (by medians; median of pairs; at most, 95 %)", value=value, unit=MORE,
-            median=median, worst=high, rounds=len(more), target=str(target), met=target.met(value, None),
+            median=median, worst=high, rounds=len(more), target="" if target is None else str(target),
+            met=None if target is None else target.met(value, None),
         )  # fmt: skip
         self.rows.append(row)
         print(f"{case}: {value:.2f} {MORE}; pairs {median:.2f}, 95 % between {low:.2f} and {high:.2f}", flush=True)

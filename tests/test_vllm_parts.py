@@ -34,7 +34,7 @@ TOKENS = list(range(1, 42))
 @pytest.fixture
 def vllm() -> Iterator[Any]:
     """The adapters' modules."""
-    with adapters("scheduler", "messages", "formats", "adapters", "worker", "keys") as modules:
+    with adapters("scheduler", "messages", "formats", "adapters", "worker", "keys", "asked") as modules:
         yield modules
 
 
@@ -100,11 +100,12 @@ def test_a_request_that_goes_on_while_its_look_up_runs_leaves_no_lease(
 ):
     """VLLM may compute a request whose look-up is not over, end it, or reset: what is leased later is given back."""
     put(daemon, SPEC)
-    one, found, go = engine(), threading.Event(), threading.Event()
+    one, begun, found, go = engine(), threading.Event(), threading.Event(), threading.Event()
     find = one._finder.find
     leases = []
 
     def slowly(*args: Any) -> Any:
+        begun.set()
         assert go.wait(30)
         leases.append(find(*args))
         found.set()
@@ -113,6 +114,7 @@ def test_a_request_that_goes_on_while_its_look_up_runs_leaves_no_lease(
     monkeypatch.setattr(one._finder, "find", slowly)
     request = Request("a", TOKENS)
     one.begin(request)
+    until(lambda: (one.matched(request, 0), begun.is_set() or None)[1])
     assert one.matched(request, 0) == (None, False)
     end = {"allocated": lambda: one.allocated(request, (list(range(20)),), 0), "finished": lambda: one.finished("a"),
            "reset": one.reset}  # fmt: skip
@@ -121,6 +123,19 @@ def test_a_request_that_goes_on_while_its_look_up_runs_leaves_no_lease(
     assert found.wait(30)
     assert leases[0].pages == 10
     until(lambda: None if held(daemon) else True)
+
+
+def test_a_request_of_which_nothing_is_cached_is_looked_up_once(
+    vllm: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Its step waits for the match that began when it came, and for nothing after that."""
+    one, more = engine(), []
+    monkeypatch.setattr(vllm.asked, "FRESH_S", 60.0)
+    monkeypatch.setattr(one._finder, "find", lambda *args: more.append(args))
+    request = Request("a", TOKENS)
+    one.begin(request)
+    assert until(lambda: one.matched(request, 0)[0]) == 0
+    assert more == []
 
 
 def held(daemon: Daemon) -> int:

@@ -22,6 +22,8 @@ class Engine:
     """One LLM; each public method is a thing that can be told."""
 
     asked = 0
+    connectors: dict[bool, list[Any]] | None = None
+    """The scheduler's and the worker's, as `attach` changes them."""
 
     def start(self, model: str, **options: Any) -> dict[str, Any]:
         """Build the engine."""
@@ -32,6 +34,21 @@ class Engine:
             "max_model_len": 512, "disable_log_stats": False,
         }  # fmt: skip
         self.llm = LLM(model, **(defaults | options))
+        return {}
+
+    def attach(self, on: bool) -> dict[str, Any]:
+        """From now on the connector is the engine's own, or an empty one in its place, between two requests."""
+        from empty import EmptyConnector
+        from vllm.distributed.kv_transfer import kv_transfer_state
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        if self.connectors is None:
+            config = self.llm.llm_engine.vllm_config, scheduler.kv_cache_config
+            empty = [EmptyConnector(config[0], role, config[1]) for role in KVConnectorRole]
+            own = [scheduler.connector, kv_transfer_state.get_kv_transfer_group()]
+            self.connectors = {True: own, False: empty}
+        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self.connectors[on]
         return {}
 
     def clock(self) -> dict[str, Any]:

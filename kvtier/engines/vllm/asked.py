@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvtier.client import Lease, Path, Reservation
 from kvtier.engines.vllm.media import Shown
 from kvtier.engines.vllm.messages import Load, Weights
 from kvtier.types import Tier
+
+FRESH_S: Final = 0.01
+"""A match that is so old is not asked for again: most requests are looked up as soon as they are announced."""
 
 
 @dataclass
@@ -29,6 +33,8 @@ class Asked:
     """Pages whose keys the path has."""
     matched: float = 0.0
     """When the daemon was asked last (time.monotonic)."""
+    warming: Future[None] | None = None
+    """The first match; None before it is asked for."""
     lookup: Future[Lease] | None = None
     lease: Lease | None = None
     plan: tuple[int, int] = (0, 0)
@@ -46,6 +52,10 @@ class Asked:
     """The LoRA adapter that its keys were made of."""
     sources: dict[Tier, int] = field(default_factory=dict)
     """Pages of the match by tier."""
+
+    def stale(self, pages: int) -> bool:
+        """Whether so many pages are to be matched (again) before anything is said of them."""
+        return pages > self.keyed or time.monotonic() > self.matched + FRESH_S
 
     @property
     def goes_on(self) -> bool:

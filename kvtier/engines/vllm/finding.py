@@ -15,8 +15,6 @@ LOAD_MS: Final = 5000
 PENDING_S: Final = 0.25
 """It waits at most so long for pages that are being committed right now."""
 POLL_S: Final = 0.005
-FRESH_S: Final = 0.01
-"""A match that is so old is not asked for again: most requests are looked up as soon as they are announced."""
 
 
 class Finder:
@@ -33,10 +31,24 @@ class Finder:
             if asked.sources.keys() - {Tier.HOST}:
                 asked.path.prefetch()
 
+    @staticmethod
+    def nothing(asked: Asked, pages: int) -> bool:
+        """Whether it was just heard that there is nothing of a request; asks nobody and waits for nobody."""
+        if not asked.lock.acquire(blocking=False):
+            return False
+        try:
+            path = asked.path
+            known = not asked.stale(pages) and not (path.pages or path.pending or path.asking)
+            if known:
+                asked.saved = 0
+            return known
+        finally:
+            asked.lock.release()
+
     def find(self, asked: Asked, pages: int) -> Lease:
         """Match and lease, waiting for what is on disk."""
         with asked.lock:
-            if pages > asked.keyed or time.monotonic() > asked.matched + FRESH_S:
+            if asked.stale(pages):
                 self.extend(asked, pages)
             path, until = asked.path, time.monotonic() + PENDING_S
             while path.pages < pages and (path.pending or path.asking) and time.monotonic() < until:

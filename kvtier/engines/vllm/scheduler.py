@@ -6,6 +6,7 @@ for again in a later step (a lookup) or given up (a save). While the daemon is a
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import Counter
@@ -93,8 +94,12 @@ class Scheduler:
         elif self._cache is not None and not self._stale:
             asked = Asked(request, Path(self._cache, request.request_id, ""), shown)
             self._asked[request.request_id] = asked
-            pages = self._whole_pages(request)
-            shown.items.add_done_callback(lambda _: self._pool.submit(self._finder.warm, asked, pages))
+            shown.items.add_done_callback(lambda _: self._warm(asked))
+
+    def _warm(self, asked: Asked) -> None:
+        """Match a request for the first time; in any thread."""
+        with contextlib.suppress(RuntimeError):  # the engine ends
+            asked.warming = self._pool.submit(self._finder.warm, asked, self._whole_pages(asked.request))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens beyond `computed` that can be loaded, and whether between steps; None: ask again."""
@@ -109,7 +114,11 @@ class Scheduler:
                 self._let_go(asked)
         if asked.lease is None:
             if asked.lookup is None:
+                if asked.warming is not None and not self._over(asked.warming):
+                    return None, False
                 self._drop_reservation(asked)
+                if Finder.nothing(asked, self._whole_pages(request)):
+                    return 0, False
                 asked.lookup = self._pool.submit(self._finder.find, asked, self._whole_pages(request))
             if not self._over(asked.lookup):
                 return None, False
