@@ -73,7 +73,7 @@ class Worker:
         rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         layers = vllm_config.compilation_config.static_forward_context
         names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-        backends = {layers[name].get_attn_backend().get_name() for name in names if name in layers}
+        backends = {name: layers[name].get_attn_backend().get_name() for name in names if name in layers}
         self.spec = spec_of(vllm_config, kv_cache_config, backends, str(kv_cache_config.kv_cache_layout))
         self._slices = slices_of(self.spec, rank // self._replicas, shards)
         self._part = max(1, PART_BYTES * shards // sum(group.item_bytes for group in self.spec.groups))
