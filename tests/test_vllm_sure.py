@@ -250,6 +250,21 @@ def test_nothing_is_shared_of_weights_that_were_written_until_somebody_says_so(r
     assert rank().finds(Request("f", TOKENS)) == 4 * PAGES
 
 
+def test_nothing_is_shared_after_a_reset_that_vllm_refused(rank: Callable[[], Rank]):
+    """Its own prefix cache still has KV of the old weights, which new requests begin with: not to be stored as new."""
+    one = rank()
+    assert one.saves(Request("a", TOKENS))
+    assert not one.head.reset(kept=True)
+    request = Request("b", TOKENS)
+    one.head.begin(request)
+    assert one.head.matched(request, 0) == (0, False)
+    assert not one.step(request).saves
+    assert one.head.reset()
+    one.head.finished("b")
+    assert one.finds(Request("c", TOKENS)) == 0
+    assert one.saves(Request("d", TOKENS))
+
+
 def test_weights_that_are_written_beside_a_reset_are_what_it_was_for(rank: Callable[[], Rank]):
     """Before it or after it, as long as no step came between that computed anything."""
     from vllm.v1.worker.gpu_worker import Worker
