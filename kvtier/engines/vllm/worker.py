@@ -88,7 +88,7 @@ class Worker:
         self._ends.append(self._copies.close)
         self._cache = self._opened(0)
         self._device = self._wants_device and self._copies.device and self._maps()
-        reload.watch()
+        reload.watch(vllm_config.model_config)
         self._writes = reload.count()
 
     def _free(self) -> None:
