@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -24,6 +25,9 @@ COPY_S: Final = 0.004
 """Loads between steps copy so long in each step, so that requests that run wait no longer."""
 PART_BYTES: Final = 16 << 20
 """Of such a load: after so much the clock is looked at."""
+
+LEFT: Final = 4
+"""Caches of before the latest resets that are remembered."""
 
 _log = logging.getLogger("kvtier.vllm")
 
@@ -58,6 +62,8 @@ class Worker:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures = 0
+        self._left: deque[Cache] = deque(maxlen=LEFT)
+        """What the cache was before resets: slots of it may still have to be given back."""
         self._changed = ""
         self._resets = 0
         self._computed = True
@@ -120,6 +126,7 @@ class Worker:
         self._notice_writes(plan)
         if plan.changed != self._changed or plan.epoch > self._cache.epoch:
             self._changed = plan.changed
+            self._left.append(self._cache)
             self._cache = self._opened(plan.epoch)
         for load in plan.loads:
             loading = Loading(load)
@@ -142,7 +149,7 @@ class Worker:
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
         for share in plan.drops:
-            self._copier.submit(self._drop, self._adopt(share))  # after what is still being copied into it
+            self._copier.submit(self._drop_share, share)  # after what is still being copied into it
         for save in plan.saves:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
@@ -289,6 +296,13 @@ class Worker:
         """A save that will not be."""
         self._told += [("saves_dropped", 1), ("dropped", save.reservation)]
         self._drop(held)
+
+    def _drop_share(self, share: bytes) -> None:
+        """The same of what the scheduler's side gave up, in the thread, whichever epoch it is of."""
+        for cache in (self._cache, *self._left):
+            with contextlib.suppress(KvtierError):  # not of this one
+                self._drop(cache.adopt(share))
+                return
 
     def _drop(self, held: Lease | Reservation | None) -> None:
         """Say that this process will not write into a reservation."""
