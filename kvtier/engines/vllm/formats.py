@@ -15,7 +15,7 @@ from vllm import __version__ as vllm_version
 from kvtier.engines.dynamic import rope_kind
 from kvtier.engines.vllm.media import turning
 from kvtier.engines.vllm.settings import from_modelscope, refuse_elsewhere, settings_of
-from kvtier.engines.weights import weights_digest
+from kvtier.engines.weights import local_weights, weights_digest
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Kind, bad
 
@@ -183,19 +183,7 @@ def weights_digest_of_name(name: str, config: Any, settings: list[Any]) -> bytes
 
 def local_model(config: Any, where: str | None) -> str:
     """The folder or file that holds the weights; `where`: the cache of the hub's that vLLM downloads to, if its own."""
-    if Path(config.model).exists():
-        return str(config.model)
-    if from_modelscope():
-        raise bad("model", "a folder, or `fingerprint` in kv_connector_extra_config, with ModelScope", config.model)
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with vLLM
-
-    try:
-        found = snapshot_download(config.model, revision=config.revision, cache_dir=where, local_files_only=True)
-        return str(found)
-    except Exception as exc:  # whatever the hub's client says
-        raise bad(
-            "model", "weights on this host, or `fingerprint` in kv_connector_extra_config", f"{config.model} ({exc})"
-        ) from exc
+    return local_weights(config.model, config.revision, where, modelscope=from_modelscope())
 
 
 def _said(vllm_config: Any) -> str:
