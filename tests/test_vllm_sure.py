@@ -223,9 +223,12 @@ def test_files_that_change_while_they_are_read_are_nobodys(vllm: Any, tmp_path: 
 # -- the model's own weights -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["worker", "loader"])
+@pytest.mark.parametrize("way", ["worker", "loader", "model"])
 def test_nothing_is_shared_of_weights_that_were_written_until_somebody_says_so(rank: Callable[[], Rank], way: str):
-    """By vLLM's own orders to workers, or by what loads a model's weights: loads fail, saves are given up."""
+    """By vLLM's own orders to workers, or by what loads a model's weights, which may be its own method alone.
+
+    Loads fail, saves are given up.
+    """
     from vllm.model_executor.models.utils import AutoWeightsLoader
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -235,7 +238,9 @@ def test_nothing_is_shared_of_weights_that_were_written_until_somebody_says_so(r
     one.head.begin(request)
     assert until(lambda: one.head.matched(request, 0)[0]) == 4 * PAGES
     one.head.allocated(request, (list(range(1, 41)),), 4 * PAGES)
-    Worker().update_weights() if way == "worker" else AutoWeightsLoader().load_weights()
+    model_class = one.worker._configs[0].model_config.model_class
+    {"worker": Worker().update_weights, "loader": AutoWeightsLoader().load_weights,
+     "model": model_class().load_weights}[way]()  # fmt: skip
     one.step(request)
     assert one.worker.take_bad_blocks() == set(range(1, PAGES + 1))
     other = Request("c", TOKENS[1:])
@@ -248,6 +253,21 @@ def test_nothing_is_shared_of_weights_that_were_written_until_somebody_says_so(r
     assert one.finds(Request("d", TOKENS)) == 0  # its KV is its own
     assert one.saves(Request("e", TOKENS))
     assert rank().finds(Request("f", TOKENS)) == 4 * PAGES
+
+
+def test_nothing_is_shared_after_a_reset_that_vllm_refused(rank: Callable[[], Rank]):
+    """Its own prefix cache still has KV of the old weights, which new requests begin with: not to be stored as new."""
+    one = rank()
+    assert one.saves(Request("a", TOKENS))
+    assert not one.head.reset(kept=True)
+    request = Request("b", TOKENS)
+    one.head.begin(request)
+    assert one.head.matched(request, 0) == (0, False)
+    assert not one.step(request).saves
+    assert one.head.reset()
+    one.head.finished("b")
+    assert one.finds(Request("c", TOKENS)) == 0
+    assert one.saves(Request("d", TOKENS))
 
 
 def test_weights_that_are_written_beside_a_reset_are_what_it_was_for(rank: Callable[[], Rank]):

@@ -19,6 +19,7 @@ NAMES: dict[str, dict[str, Any]] = {
     },
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": {},
     "vllm.lora.worker_manager": {},
+    "vllm.model_executor.model_loader": {"get_model_cls": lambda config: config.model_class},
     "vllm.model_executor.models.utils": {},
     "vllm.platforms": {"current_platform": None},
     "vllm.v1.engine.core": {},
@@ -142,6 +143,7 @@ def model(folder: Path, **media: Any) -> SimpleNamespace:
         model=str(folder), revision=None, quantization=None, dtype="float32", max_model_len=64, seed=0,
         hf_config=SimpleNamespace(to_dict=dict, to_json_string=lambda: "{}"),
         multimodal_config=settings and SimpleNamespace(**settings),
+        model_class=type("Model", (), {"load_weights": lambda *_: None}),
     )  # fmt: skip
 
 

@@ -44,14 +44,20 @@ def weights_digest(model: str, config: Mapping[str, Any], *settings: object, exa
     return digest.digest()
 
 
-def local_weights(model: str, revision: str | None) -> str:
-    """The folder or file on this host that holds a model's weights; raises bad_request where there is none."""
+def local_weights(model: str, revision: str | None, where: str | None = None, *, modelscope: bool = False) -> str:
+    """The folder or file on this host that holds a model's weights; raises bad_request where there is none.
+
+    `where`: the hub's cache that the engine downloads to, where it has one of its own. `modelscope`: names are not the
+    hub's, so that what its cache has under this one is another model's.
+    """
     if Path(model).exists():
         return model
+    if modelscope:
+        raise bad("model", "a folder with weights, or `fingerprint` in the configuration, with ModelScope", model)
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with every engine that takes such names
 
     try:
-        return str(snapshot_download(model, revision=revision, local_files_only=True))
+        return str(snapshot_download(model, revision=revision, cache_dir=where, local_files_only=True))
     except Exception as exc:  # whatever the hub's client says
         raise bad("model", "weights on this host, or `fingerprint` in the configuration", f"{model} ({exc})") from exc
 

@@ -11,19 +11,15 @@ from typing import Any, Final
 
 from sglang import __version__ as sglang_version
 from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.runtime_context import get_device, get_exec, get_lora, get_model, get_spec
+from sglang.srt.runtime_context import get_device, get_exec, get_model
 
-from kvtier.engines.dynamic import rope_kind
 from kvtier.engines.sglang.device import Sheets
 from kvtier.engines.sglang.pools import pieces_of
-from kvtier.engines.weights import config_of, local_weights, weights_digest
+from kvtier.engines.sglang.settings import fingerprint, refuse
 from kvtier.identity import MAX_PAGE_BYTES, CacheSpec, GroupSpec
 from kvtier.types import Kind, bad
 
 KEY_BYTES: Final = 32
-MEDIA: Final = frozenset({
-    "audio_config", "audio_token_id", "image_token_id", "image_token_index", "video_token_id", "vision_config",
-})  # fmt: skip
 STATE_BYTES: Final = 4 << 20
 """A page from this size on is kept in several slots."""
 
@@ -48,15 +44,13 @@ def linked_spec(config: Any, name: str, memory: Sheets) -> CacheSpec:
 
 def _spec(config: Any, name: str, page_tokens: int, size: int, dtype: str, said: dict[str, Any]) -> CacheSpec:
     """`said`: what tells the pool's layout from others."""
-    if get_lora().enable_lora:
-        raise bad("enable_lora", "off: page hashes do not say which weights an adapter has")
     extra = dict(config.extra_config or {})
-    _refuse_media(str(extra.get("fingerprint", "")), str(extra.get("media", "")))
+    refuse(str(extra.get("fingerprint", "")), str(extra.get("media", "")))
     digest = hashlib.sha256(json.dumps(said | {"rank": ranks(config, name)}, sort_keys=True).encode()).hexdigest()
     model, kernel = get_model(), get_exec().kernel
     return CacheSpec(
         model=Path(config.model_name or model.model_path).name or "model",
-        fingerprint=fingerprint(extra.get("fingerprint", "")),
+        fingerprint=fingerprint(str(extra.get("fingerprint", ""))),
         kv_dtype=f"{model.kv_cache_dtype}/{dtype}".replace("torch.", ""),
         page_tokens=page_tokens,
         groups=(group_of(size),),
@@ -66,19 +60,6 @@ def _spec(config: Any, name: str, page_tokens: int, size: int, dtype: str, said:
         f"{kernel.attention_backend or ''}{kernel.decode_attention_backend or ''}",
         key_bytes=KEY_BYTES,
     )
-
-
-def _refuse_media(said: str, media: str) -> None:
-    """Raise bad_request for a model that takes images or sound: SGLang's page hashes know 30 bits of each.
-
-    Among some ten thousand images two are likely to be alike then. The operator may say that no request brings any.
-    """
-    if media == "never" or said not in {"", "sample", "exact"}:
-        return  # who names the fingerprint names what the pages are; there is no configuration on this host then
-    settings = config_of(local_weights(get_model().model_path, get_model().revision))
-    found = sorted(MEDIA & settings.keys())
-    if found:
-        raise bad("media", "never, if no request brings images or sound: page hashes know 30 bits of each", found)
 
 
 def page_sizes(name: str, memory: Any) -> list[int]:
@@ -106,28 +87,6 @@ def ranks(config: Any, name: str) -> list[int]:
     heads = [0, 1] if replicated else [config.tp_rank, config.tp_size]
     split = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
     return [*heads, *split, config.dcp_rank, config.dcp_size]
-
-
-def fingerprint(said: str) -> bytes:
-    """Digest of weights and settings; `fingerprint` in the extra configuration replaces or sharpens it."""
-    model, spec = get_model(), get_spec()
-    settings = [
-        model.quantization, model.load_format, model.dtype, model.json_model_override_args,
-        model.quantization_param_path, model.model_impl, spec.speculative_algorithm,
-    ]  # fmt: skip
-    if str(model.load_format).endswith("dummy"):
-        settings.append(get_device().random_seed)
-    draft = spec.speculative_draft_model_path
-    if draft:
-        folder = local_weights(draft, None)
-        settings.append(weights_digest(folder, config_of(folder), exact=said == "exact").hex())
-    if said not in {"", "sample", "exact"}:
-        return hashlib.sha256(json.dumps([said, [str(each) for each in settings]]).encode()).digest()
-    folder = local_weights(model.model_path, model.revision)
-    config = config_of(folder)
-    if rope_kind(config):  # its factors are chosen by the longest sequence
-        settings.append(model.context_length)
-    return weights_digest(folder, config, *settings, exact=said == "exact")
 
 
 def engine_name() -> str:

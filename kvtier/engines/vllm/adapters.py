@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from kvtier.engines.vllm.settings import from_modelscope
 from kvtier.engines.weights import sample, weight_files
 from kvtier.types import KvtierError
 
@@ -69,7 +70,7 @@ def _folder(lora_path: str) -> Path | None:
         return Path(path)
     from huggingface_hub import constants, snapshot_download  # noqa: PLC0415 - comes with vLLM
 
-    if not constants.HF_HUB_OFFLINE or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
+    if not constants.HF_HUB_OFFLINE or from_modelscope():
         return None
     try:
         return Path(snapshot_download(lora_path, local_files_only=True))

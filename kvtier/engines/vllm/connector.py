@@ -23,7 +23,7 @@ from kvtier.engines.vllm.messages import Done, Formats, Plan
 from kvtier.engines.vllm.scheduler import Scheduler
 from kvtier.engines.vllm.stats import Stats
 from kvtier.engines.vllm.worker import Worker
-from kvtier.types import Tier
+from kvtier.types import Tier, bad
 
 SOURCES = {
     Tier.DEVICE: CacheHitSource.DEVICE, Tier.HOST: CacheHitSource.HOST,
@@ -121,6 +121,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Formats]) -> None:
         """The workers are there."""
+        if not all(isinstance(each, Formats) for each in metadata.values()):
+            raise bad("MultiConnector", "KvtierConnector before others that shake hands")
         self._head.agree(list(metadata.values()))
 
     def on_new_request(self, request: Any) -> None:
@@ -166,9 +168,12 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False, None
 
     def reset_cache(self) -> bool:
-        """The weights have changed: `reset_prefix_cache(reset_connector=True)`."""
-        self._head.reset()
-        return True
+        """The weights have changed: `reset_prefix_cache(reset_connector=True)`; not where vLLM keeps KV of before.
+
+        It asks this also where requests that run have kept it from forgetting its own blocks.
+        """
+        pool = getattr(self._kv_cache_manager, "block_pool", None)
+        return self._head.reset(kept=bool(pool is not None and len(pool.cached_block_hash_to_block)))
 
     # -- both ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,18 +14,20 @@ from vllm import __version__ as vllm_version
 
 from kvtier.engines.dynamic import rope_kind
 from kvtier.engines.vllm.media import turning
-from kvtier.engines.weights import weights_digest
+from kvtier.engines.vllm.settings import from_modelscope, refuse_elsewhere, settings_of
+from kvtier.engines.weights import local_weights, weights_digest
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Kind, bad
 
 PARALLEL: Final = ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
 
 
-def spec_of(vllm_config: Any, kv_cache_config: Any, backends: set[str], layout: str) -> CacheSpec:
+def spec_of(vllm_config: Any, kv_cache_config: Any, backends: Mapping[str, str], layout: str) -> CacheSpec:
     """The token cache of an engine; raises bad_request naming what about it cannot be shared.
 
-    Items are whole pages of all tensor-parallel ranks, so that engines of other sizes share them.
+    Items are whole pages of all tensor-parallel ranks, so that engines of other sizes share them. `backends`: by layer.
     """
+    refuse_prefixes(vllm_config.model_config)
     parallel = vllm_config.parallel_config
     for name in PARALLEL:
         if getattr(parallel, name, 1) != 1:
@@ -46,15 +50,41 @@ def spec_of(vllm_config: Any, kv_cache_config: Any, backends: set[str], layout: 
         page_tokens=sizes.pop(),
         groups=tuple(group_of(number, group, world) for number, group in enumerate(groups)),
         revision=str(vllm_config.model_config.revision or ""),
-        layout=layout + states,
-        backend=f"vllm {vllm_version} {'+'.join(sorted(backends))}",
+        layout=layout + states + layers_of(groups, backends),
+        backend=f"vllm {vllm_version} {'+'.join(sorted(set(backends.values())))}",
         extras=True,
     )
+
+
+def refuse_prefixes(config: Any) -> None:
+    """Raise bad_request for models that compute with more of a prefix than its KV, or whose KV depends on what follows.
+
+    Loading would give other answers: a mean over all tokens is one over those that were computed.
+    """
+    if not getattr(config, "is_prefix_caching_supported", True):
+        raise bad("model", "one that vLLM caches prefixes of: this one, or its pooling, needs all tokens computed")
+    if getattr(config, "is_diffusion", False):
+        raise bad("model", "one that generates token by token: KV of diffused tokens depends on those after them")
+
+
+def layers_of(groups: Any, backends: Mapping[str, str]) -> str:
+    """What tells groups of equally many and equally large layers apart: which these are, and what their bytes mean."""
+    said = [
+        [
+            str(getattr(group.kv_cache_spec, "dtype", "")), str(getattr(group.kv_cache_spec, "kv_quant_mode", "")),
+            [(name, backends.get(name, "")) for name in group.layer_names],
+        ] for group in groups
+    ]  # fmt: skip
+    return f" layers {hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]}"
 
 
 def group_of(number: int, group: Any, shards: int) -> GroupSpec:
     """How kvtier keeps a KV cache group of vLLM's; raises bad_request for kinds that it cannot keep."""
     spec = group.kv_cache_spec
+    if getattr(spec, "non_causal", False):
+        raise bad(f"kv_cache_groups[{number}]", "causal attention: else KV depends on the tokens that follow")
+    if not (getattr(group, "enable_kv_transfer", True) and getattr(spec, "prefix_cacheable", True)):
+        raise bad(f"kv_cache_groups[{number}]", "KV that vLLM lets others keep", type(spec).__name__)
     match type(spec).__name__:
         case "FullAttentionSpec" | "MLAAttentionSpec" if getattr(spec, "model_version", None) is None:
             kind, window = Kind.FULL, 0
@@ -122,24 +152,25 @@ def model_fingerprint(vllm_config: Any) -> bytes:
     """
     said = _said(vllm_config)
     config, load = vllm_config.model_config, vllm_config.load_config
-    settings = [config.quantization, load.load_format, config.dtype]
+    settings = settings_of(vllm_config)
     if str(load.load_format).endswith("dummy"):
         settings.append(config.seed)
     if rope_kind(config.hf_config.to_dict()):  # vLLM chooses its factors by the longest sequence
         settings.append(config.max_model_len)
-    lora = getattr(vllm_config, "lora_config", None)
-    if lora is not None and str(lora.lora_dtype) not in {"auto", str(config.dtype)}:
-        settings.append(lora.lora_dtype)
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     if draft is not None and (draft.model, draft.revision) == (config.model, config.revision):
         draft = None  # it lies with the model
     if said not in {"", "sample", "exact"}:
         more = [] if draft is None else [draft.model, draft.revision, draft.hf_config.to_json_string()]
         return weights_digest_of_name(said, config, settings + turning(config, None) + more)
+    refuse_elsewhere(load)
+    where = getattr(load, "download_dir", None)
     if draft is not None:  # its KV is in the pages too
-        digest = weights_digest(local_model(draft), draft.hf_config.to_dict(), draft.dtype, exact=said == "exact")
+        digest = weights_digest(
+            local_model(draft, where), draft.hf_config.to_dict(), draft.dtype, exact=said == "exact"
+        )
         settings += [draft.quantization, digest.hex()]
-    folder = local_model(config)
+    folder = local_model(config, where)
     settings += turning(config, Path(folder))
     return weights_digest(folder, config.hf_config.to_dict(), *settings, exact=said == "exact")
 
@@ -150,18 +181,9 @@ def weights_digest_of_name(name: str, config: Any, settings: list[Any]) -> bytes
     return hashlib.sha256(raw).digest()
 
 
-def local_model(config: Any) -> str:
-    """The folder or file that holds the weights."""
-    if Path(config.model).exists():
-        return str(config.model)
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with vLLM
-
-    try:
-        return str(snapshot_download(config.model, revision=config.revision, local_files_only=True))
-    except Exception as exc:  # whatever the hub's client says
-        raise bad(
-            "model", "weights on this host, or `fingerprint` in kv_connector_extra_config", f"{config.model} ({exc})"
-        ) from exc
+def local_model(config: Any, where: str | None) -> str:
+    """The folder or file that holds the weights; `where`: the cache of the hub's that vLLM downloads to, if its own."""
+    return local_weights(config.model, config.revision, where, modelscope=from_modelscope())
 
 
 def _said(vllm_config: Any) -> str:

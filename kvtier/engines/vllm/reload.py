@@ -22,12 +22,15 @@ def count() -> int:
     return _Seen.count
 
 
-def watch() -> None:
+def watch(model_config: Any) -> None:
     """Count from now on, in a worker: what it is told to do, and what loads a model's weights, whoever calls it."""
-    from vllm.model_executor.models.utils import AutoWeightsLoader  # noqa: PLC0415 - vLLM's model code, heavy
+    from vllm.model_executor.model_loader import get_model_cls  # noqa: PLC0415 - vLLM's model code, heavy
+    from vllm.model_executor.models.utils import AutoWeightsLoader  # noqa: PLC0415
     from vllm.v1.worker.gpu_worker import Worker  # noqa: PLC0415 - of all devices
 
-    for kind, name in [*((Worker, each) for each in WORKER), (AutoWeightsLoader, "load_weights")]:
+    # Not every model's own method goes by the loader that most have in common.
+    loaders = ((AutoWeightsLoader, "load_weights"), (get_model_cls(model_config), "load_weights"))
+    for kind, name in [*((Worker, each) for each in WORKER), *loaders]:
         method = getattr(kind, name, None)
         if method is not None and not hasattr(method, "kvtier"):
             setattr(kind, name, _counted(method, lambda _: True))

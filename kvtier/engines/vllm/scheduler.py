@@ -7,6 +7,7 @@ for again in a later step (a lookup) or given up (a save). While the daemon is a
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import time
 from collections import Counter
@@ -41,6 +42,8 @@ RESERVE_MS: Final = 500
 """Giving pages back may wait so long for room to be made; meanwhile steps go on."""
 LATER_BYTES: Final = 32 << 20
 """A load of more is copied between steps, so that requests that run do not wait for it."""
+
+_log = logging.getLogger("kvtier.vllm")
 
 
 class Scheduler:
@@ -305,22 +308,24 @@ class Scheduler:
             self._let_go(asked)
             self._room.submit(Finder.forget, asked)  # which waits for what a thread asks for the request
 
-    def reset(self) -> None:
+    def reset(self, *, kept: bool = False) -> bool:
         """The weights have changed, to what nobody can say: this engine's KV is its own from now on.
 
         Others keep what they share; KV that this engine has made with its old weights is neither served to it nor
-        stored any more.
+        stored any more. `kept`: vLLM goes on with such KV, so that nothing is known of what comes until it does not.
         """
-        self._resets += 1
-        self._stale = False
         self._end_all()
-        if self._cache is None:
-            return
-        if self._changed:
+        self._stale = kept
+        if kept:
+            _log.warning("vLLM keeps KV from before the reset: nothing is cached until one succeeds")
+            return False
+        self._resets += 1
+        if self._cache is not None and self._changed:
             self._cache.reset()
-        else:
+        elif self._cache is not None:
             self._changed = secrets.token_hex(16)
             self._cache = self._client.open(changed(self._cache.spec, self._changed))
+        return True
 
     def _end_all(self) -> None:
         """Neither load nor save anything for the requests that are there."""

@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvtier.client import Client, Region
 from kvtier.engines.vllm import reload
-from kvtier.engines.vllm.formats import calling_config, changed, model_fingerprint, model_name
+from kvtier.engines.vllm.formats import calling_config, changed, model_fingerprint, model_name, refuse_prefixes
 from kvtier.engines.vllm.lookups import Lookups
 from kvtier.engines.vllm.naming import Naming
 from kvtier.engines.vllm.outcomes import outcome
@@ -222,6 +222,9 @@ class KvtierSecondaryTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is
 
 def spec_of(config: Any, vllm_config: Any, row_bytes: int) -> CacheSpec:
     """The keyed cache of an engine's chunks; raises bad_request naming what about it cannot be shared."""
+    refuse_prefixes(vllm_config.model_config)
+    if not vllm_config.cache_config.enable_prefix_caching:  # vLLM's own doing where attention is not causal
+        raise bad("enable_prefix_caching", "on: it is off where a prefix's KV is not that of its tokens alone")
     if vllm_config.lora_config is not None:
         raise bad("enable_lora", "off, or KvtierConnector: chunk keys do not say which weights an adapter has")
     attention = getattr(vllm_config.attention_config, "backend", None)

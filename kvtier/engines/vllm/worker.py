@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -24,6 +25,9 @@ COPY_S: Final = 0.004
 """Loads between steps copy so long in each step, so that requests that run wait no longer."""
 PART_BYTES: Final = 16 << 20
 """Of such a load: after so much the clock is looked at."""
+
+LEFT: Final = 4
+"""Caches of before the latest resets that are remembered."""
 
 _log = logging.getLogger("kvtier.vllm")
 
@@ -58,6 +62,8 @@ class Worker:
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failures = 0
+        self._left: deque[Cache] = deque(maxlen=LEFT)
+        """What the cache was before resets: slots of it may still have to be given back."""
         self._changed = ""
         self._resets = 0
         self._computed = True
@@ -73,7 +79,7 @@ class Worker:
         rank = vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size
         layers = vllm_config.compilation_config.static_forward_context
         names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-        backends = {layers[name].get_attn_backend().get_name() for name in names if name in layers}
+        backends = {name: layers[name].get_attn_backend().get_name() for name in names if name in layers}
         self.spec = spec_of(vllm_config, kv_cache_config, backends, str(kv_cache_config.kv_cache_layout))
         self._slices = slices_of(self.spec, rank // self._replicas, shards)
         self._part = max(1, PART_BYTES * shards // sum(group.item_bytes for group in self.spec.groups))
@@ -88,7 +94,7 @@ class Worker:
         self._ends.append(self._copies.close)
         self._cache = self._opened(0)
         self._device = self._wants_device and self._copies.device and self._maps()
-        reload.watch()
+        reload.watch(vllm_config.model_config)
         self._writes = reload.count()
 
     def _free(self) -> None:
@@ -120,6 +126,7 @@ class Worker:
         self._notice_writes(plan)
         if plan.changed != self._changed or plan.epoch > self._cache.epoch:
             self._changed = plan.changed
+            self._left.append(self._cache)
             self._cache = self._opened(plan.epoch)
         for load in plan.loads:
             loading = Loading(load)
@@ -142,7 +149,7 @@ class Worker:
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
         for share in plan.drops:
-            self._copier.submit(self._drop, self._adopt(share))  # after what is still being copied into it
+            self._copier.submit(self._drop_share, share)  # after what is still being copied into it
         for save in plan.saves:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
@@ -289,6 +296,13 @@ class Worker:
         """A save that will not be."""
         self._told += [("saves_dropped", 1), ("dropped", save.reservation)]
         self._drop(held)
+
+    def _drop_share(self, share: bytes) -> None:
+        """The same of what the scheduler's side gave up, in the thread, whichever epoch it is of."""
+        for cache in (self._cache, *self._left):
+            with contextlib.suppress(KvtierError):  # not of this one
+                self._drop(cache.adopt(share))
+                return
 
     def _drop(self, held: Lease | Reservation | None) -> None:
         """Say that this process will not write into a reservation."""
