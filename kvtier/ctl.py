@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import time
 from pathlib import Path
 from typing import Final
@@ -11,7 +12,7 @@ from typing import Final
 import click
 
 from kvtier import __version__
-from kvtier.control.call import SECONDS, Call, Data, Group, verb, waiting
+from kvtier.control.call import SECONDS, Call, Data, Group, Refused, verb, waiting
 
 
 class Lazy(Group):
@@ -85,7 +86,20 @@ def main(ctx: click.Context, path: Path | None, timeout_s: float) -> None:
     """Look into a running kvtierd and the cache that it keeps."""
     from kvtier.paths import admin_path, socket_path  # noqa: PLC0415
 
+    if any(name.startswith("KVTIER_") for name in os.environ.keys() - {"KVTIER_CONFIG", "KVTIER_SOCKET"}):
+        _refuse_misspelt()
     ctx.obj = Call(path or admin_path(socket_path()), timeout_s)
+
+
+def _refuse_misspelt() -> None:
+    """A variable that is nearly one of ours names another daemon, maybe: nothing is asked of this one."""
+    from kvtier.config import strangers  # noqa: PLC0415 - keeps --help quick
+    from kvtier.types import KvtierError  # noqa: PLC0415
+
+    try:
+        strangers()
+    except KvtierError as exc:
+        raise Refused(exc.data(), f"{exc.code.value}: {exc}") from None
 
 
 @main.command()

@@ -22,7 +22,7 @@ import uvloop
 
 from kvtier import __version__, wire
 from kvtier.companions import Companions, notify, passed_sockets
-from kvtier.config import Config, flag, load, settings, size, variable
+from kvtier.config import Config, flag, load, settings, size, strangers, variable
 from kvtier.device.find import named_device
 from kvtier.fleet import announce, join
 from kvtier.limits import check_budget, default_budget
@@ -165,10 +165,14 @@ def main(file: Path | None, check_config: bool, **flags: Any) -> None:
     try:
         config = load(file, flags=given)
         if check_config:
+            for line in strangers():
+                click.echo(f"kvtierd: {line}", err=True)
             click.echo(msgspec.json.format(msgspec.json.encode(config)).decode())
             return
         level = config.log_level.upper()
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        for line in strangers():
+            _log.warning("%s", line)
         sys.setswitchinterval(SWITCH_S)
         keep_freed_memory()
         uvloop.run(serve(config, lambda: load(file, flags=given)))

@@ -34,6 +34,7 @@ class Page:
     def __init__(self, socket: ClientWebSocketResponse) -> None:
         self._socket = socket
         self._number = 0
+        self._at = (0.0, 0.0)
         self.faults: list[str] = []
         """What scripts threw, and what the page complained of."""
 
@@ -84,6 +85,19 @@ class Page:
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, **common, **text)
+
+    async def mouse(self, what: str, *, click: bool = False) -> None:
+        """Move the mouse to the middle of an element, in steps from where it is; click there."""
+        x, y = await self.run(
+            f"(() => {{ const at = {what}; at.scrollIntoView({{ block: 'nearest' }});"
+            "const b = at.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        )
+        (x0, y0), self._at = self._at, (x, y)
+        for part in (0.2, 0.4, 0.6, 0.8, 1.0):
+            place = {"x": x0 + part * (x - x0), "y": y0 + part * (y - y0)}
+            await self.call("Input.dispatchMouseEvent", type="mouseMoved", **place)
+        for kind in ("mousePressed", "mouseReleased") if click else ():
+            await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     async def type(self, text: str) -> None:
         """Type a text where the focus is."""

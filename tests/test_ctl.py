@@ -294,6 +294,17 @@ def test_the_admin_socket_is_found_by_the_environment(served, daemon):
     assert ctl("ping", env={"KVTIER_SOCKET": str(daemon.socket)}).exit_code == 0
 
 
+def test_a_misspelt_variable_is_refused_by_the_operators_tool_too(served, daemon):
+    """It might have named another daemon than the one that is asked; what tests and others call theirs is no matter."""
+    del served
+    where = ("--socket", str(daemon.socket.with_name("admin.sock")))
+    done = ctl(*where, "ping", "--json", env={"KVTIER_SOKET": "/elsewhere"})
+    assert done.exit_code == 1
+    assert json.loads(done.stdout)["error"]["field"] == "KVTIER_SOKET"
+    assert "KVTIER_SOCKET" in json.loads(done.stdout)["error"]["message"]
+    assert ctl(*where, "ping", env={"KVTIER_VLLM_PYTHON": "/usr/bin/python3"}).exit_code == 0
+
+
 def test_help_loads_neither_arrays_nor_tables():
     """--help is quick: what only some verbs need is imported by those."""
     code = "import sys\ntry:\n from kvtier.ctl import main; main(['--help'])\nexcept SystemExit: pass\n"

@@ -239,6 +239,9 @@ def test_operators_see_the_curve(daemon):
     assert pool["points"][-1]["hit_ratio"] == pytest.approx(0.75)
     assert pool["added"][0]["bytes"] == pool["now"][0]["bytes"] + (1 << 30)
     assert pool["points"][0]["hit_ratio"] == pytest.approx(0.075)
+    where = ["--socket", str(daemon.socket.with_name("admin.sock"))]
+    (sold,) = json.loads(runner.invoke(main, [*where, "curve", "--add", "1GB", "--json"]).output)["pools"]
+    assert sold["added"][0]["bytes"] == sold["now"][0]["bytes"] + 10**9, "GB is what `size` takes it for"
     shown = runner.invoke(main, ["--socket", str(daemon.socket.with_name("admin.sock")), "curve"])
     assert "75.00 %" in shown.output
     assert "#" * 40 in shown.output

@@ -20,7 +20,7 @@ import pytest
 
 from kvtier import wire
 from kvtier.client import Client, page_keys
-from kvtier.config import load, settings, size, variable
+from kvtier.config import load, settings, size, strangers, variable
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Code, Kind, KvtierError
@@ -98,11 +98,27 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("0", 0), ("4096", 4096), ("1k", 1024), ("64MiB", 64 << 20), ("8 GB", 8 << 30), ("2T", 2 << 40)]
-)
+    ("text", "value"),
+    [
+        ("0", 0), ("4096", 4096), ("7B", 7), ("1k", 1024), ("64MiB", 64 << 20), ("64mi", 64 << 20), ("8 GiB", 8 << 30),
+        ("2T", 2 << 40), ("8 GB", 8 * 10**9), ("64kb", 64_000),
+    ],
+)  # fmt: skip
 def test_sizes_are_read_as_people_write_them(text, value):
-    """Units are powers of 1024, with or without i and B."""
+    """GiB and G are powers of 1024, GB is 1e9 as in `kvtierctl size`."""
     assert size(text) == value
+
+
+def test_a_misspelt_variable_is_refused_with_the_nearest_and_a_strange_one_named():
+    """Both would be ignored without a word; what Kubernetes says of a service called kvtier is neither."""
+    done = kvtierd("--check-config", env={"KVTIER_HOST_BYTE": "64GiB"})
+    assert done.returncode == 1
+    assert "KVTIER_HOST_BYTE: expected the variable of a setting; the nearest is KVTIER_HOST_BYTES" in done.stderr
+    links = ("SERVICE_HOST", "PORT", "SERVICE_PORT_HTTP", "PORT_9477_TCP_ADDR", "HTTPS_SERVICE_HOST", "HTTPS_PORT")
+    done = kvtierd("--check-config", env={"KVTIER_FLAVOUR": "b"} | {f"KVTIER_{link}": "1" for link in links})
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == ["kvtierd: KVTIER_FLAVOUR is no variable of kvtier's, and is ignored"]
+    assert not strangers(dict.fromkeys(("KVTIER_CONFIG", "KVTIER_SOCKET", *map(variable, dict(settings()))), "1"))
 
 
 def test_every_setting_has_a_flag_and_a_variable():

@@ -20,7 +20,9 @@ import numpy as np
 import psutil
 import pytest
 
+from kvtier import wire
 from kvtier.client import Client, page_keys
+from kvtier.control.call import Admin
 from kvtier.dashboard.history import KEPT, History
 from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY, MAX_PROMPT
 from kvtier.demo.daemon import Daemon
@@ -64,22 +66,24 @@ class Board:
         return self.ask(path, method, body, Authorization=f"Bearer {self.token}")[:2]
 
 
+def fill(cache: Any) -> None:
+    """Store prompts with a common stem."""
+    for n in range(BRANCHES):
+        tokens = np.repeat(np.array([*range(STEM), *range(1000 * (n + 1), 1000 * (n + 1) + BRANCH)], np.int32), 4)
+        path = cache.match(page_keys(SPEC, tokens))
+        with path.reserve(path.pages, STEM + BRANCH - path.pages, wait_ms=5000) as held:
+            held.write_pages(0, path.pages, np.zeros((held.pages, 4096), np.uint8))
+            held.commit()
+    assert cache.flush(20.0)
+
+
 @pytest.fixture
 def board(tmp_path: Path) -> Iterator[Board]:
     """Prompts with a common stem, on disk."""
     port = free_port()
     with Daemon(tmp_path, host="64MiB", disk="128MiB", flags=[f"--http-port={port}"]) as daemon:
         with Client(daemon.socket, instance="engine", timeout_s=10.0) as client:
-            cache = client.open(SPEC)
-            for n in range(BRANCHES):
-                tokens = np.repeat(
-                    np.array([*range(STEM), *range(1000 * (n + 1), 1000 * (n + 1) + BRANCH)], np.int32), 4
-                )
-                path = cache.match(page_keys(SPEC, tokens))
-                with path.reserve(path.pages, STEM + BRANCH - path.pages, wait_ms=5000) as held:
-                    held.write_pages(0, path.pages, np.zeros((held.pages, 4096), np.uint8))
-                    held.commit()
-            assert cache.flush(20.0)
+            fill(client.open(SPEC))
             made = Board(daemon, port)
             until(lambda: answers(made))
             yield made
@@ -115,10 +119,15 @@ def test_the_page_needs_nothing_from_elsewhere_and_may_load_nothing(board: Board
 
 
 def test_anybody_sees_numbers_and_the_operator_alone_sees_tokens(board: Board) -> None:
-    """Loopback is not private on a host with several users: token ids are part of prompts."""
+    """Loopback is not private on a host with several users: token ids are part of prompts, salts are tenants' own."""
+    with Admin(board.daemon.socket.with_name("admin.sock"), 10.0) as admin:
+        admin.ask(wire.Set({"quotas": "tenant=6163 host=1GiB"}), wire.Info)
+    assert board.trusted("/v1/overview")[1]["status"]["quotas"][0]["rule"] == "tenant=6163"
     shown = board.ask("/v1/overview")[1]
     assert shown["trusted"] is False
     assert shown["status"]["pages"] == STEM + BRANCHES * BRANCH
+    assert [set(quota) for quota in shown["status"]["quotas"]] == [{"host_limit_bytes", "host_held_bytes"}]
+    assert not {"policy", "policy_mistake", "disk_path"} & set(shown["status"])
     assert "pids" not in shown["status"]["instances"][0]
     cache = shown["caches"][0]["id"]
     assert not any("tokens" in node for node in board.ask(f"/v1/tree?cache={cache}")[1]["nodes"])

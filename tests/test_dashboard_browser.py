@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from browser import Page, browsing, chromium
-from test_dashboard import BRANCH, BRANCHES, STEM, Board, board
+from kvtier.client import Client
+from kvtier.demo.daemon import Daemon
+from test_dashboard import BRANCH, BRANCHES, SPEC, STEM, Board, answers, board, fill, until
+from test_metrics import free_port
 
 __all__ = ["board"]
 
@@ -140,3 +143,33 @@ def test_the_page_works_in_a_browser_by_keyboard_and_at_phone_width(board: Board
             await page.until("document.getElementById('state').className == ''")
 
     asyncio.run(visit())
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_page_works_by_mouse_and_follows_what_is_cached(tmp_path: Path) -> None:
+    """Opened before anything is cached it fills by itself; what was clicked stays chosen on the way to its button."""
+    port = free_port()
+
+    async def visit(daemon: Daemon) -> None:
+        async with browsing(tmp_path) as page:
+            board = Board(daemon, port)
+            await page.open(board.address_path.read_text().strip())
+            await page.until("document.getElementById('top').textContent.includes('nothing is cached')")
+            with Client(daemon.socket, instance="engine", timeout_s=10.0) as client:
+                fill(client.open(SPEC))
+            await page.until(f"{BOXES} == {BRANCHES + 1}")
+            await page.mouse("document.querySelector('#icicle .box')", click=True)
+            await page.until("!!document.activeElement.node")
+            await page.mouse("document.querySelector('#node button')", click=True)
+            await page.until("document.querySelectorAll('#pins button').length == 1")
+            assert await page.run("document.querySelector('#pins tbody').textContent.includes('40')"), "the stem"
+            await page.mouse("document.querySelector('#pins button')", click=True)
+            await page.until("document.querySelectorAll('#pins button').length == 0")
+            assert page.faults == []
+
+    with Daemon(tmp_path, host="64MiB", disk="128MiB", flags=[f"--http-port={port}"]) as daemon:
+        until(lambda: answers(Board(daemon, port)))
+        asyncio.run(visit(daemon))
+        assert daemon.stop() == 0, daemon.log.read_text()[-2000:]

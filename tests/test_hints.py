@@ -79,6 +79,18 @@ async def test_what_is_kept_outlives_what_is_newer(policy, what):
         assert (await engine.call(wire.Match(engine.opened.cache, 0, path(0)))).pages == 0
 
 
+async def test_the_latest_hint_holds_also_where_it_is_for_a_shorter_time():
+    """Said to wait for an hour, and then to go on within seconds: after these the path is like any other."""
+    async with full() as (engine, clock):
+        await engine.put(path(0))
+        await hint(engine, path(0), "waiting", 3600.0)
+        await hint(engine, path(0), "continues", 5.0)
+        clock.now += 6.0
+        for n in range(1, 5):
+            await engine.put(path(n))
+        assert [await found(engine, path(n)) for n in range(5)] == [0, 4, 4, 4, 4]
+
+
 async def test_kept_pages_go_when_nothing_else_is_left():
     """A hint holds nothing: where all is kept, what runs out first goes first."""
     async with full() as (engine, _):

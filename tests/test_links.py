@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,9 +12,9 @@ from engines import Engine, spec, tokens
 from kvtier import wire
 from kvtier.client import Client
 from kvtier.identity import GroupSpec
-from kvtier.store.links import SMALLEST, STALE_S, Link, Links
+from kvtier.store.links import SMALLEST, STALE_S, Link, Links, Verdict
 from kvtier.types import Code, Kind, KvtierError, Tier
-from storekit import drop_host, quiet, storing, until
+from storekit import MIB, drop_host, quiet, storing, until
 
 PAGES = spec((GroupSpec(Kind.FULL, 1, 1, 65536),), page_tokens=4)
 FAST, SLOW = 1e9, 1.0
@@ -74,11 +76,50 @@ def test_a_tier_that_was_skipped_for_long_is_tried_again():
     links = Links()
     links.links[Tier.DISK].tried = 100.0
     found = [wire.Segment(Tier.HOST, 2), wire.Segment(Tier.DISK, 3)]
-    assert links.loaded(found, 2, 101.0) == 2
-    assert links.loaded(found, 2, 101.0 + STALE_S) == -1
-    assert links.loaded(found, 2, 102.0 + STALE_S) == 2
+    slow, fast = Verdict((0.1, 2.0), (1.0, 1.0), 2), Verdict((0.1, 0.5), (1.0, 1.0), 5)
+    assert links.loaded(found, slow, 101.0) == 2
+    assert links.loaded(found, slow, 101.0 + STALE_S) == -1
+    assert links.loaded(found, slow, 102.0 + STALE_S) == 2
     assert links.skipped[Tier.DISK] == 6
-    assert links.loaded(found, 5, 103.0) == -1
+    assert links.report()["disk"]["below_break_even"]
+    assert links.loaded(found, fast, 103.0) == -1
+    links.links[Tier.DISK].note(1 << 20, 1e-3, 103.0)
+    assert not links.report()["disk"]["below_break_even"], "not for ever"
+
+
+def test_what_lies_behind_a_slow_tier_is_not_called_slow():
+    """It is left out because what is before it is; a load of it alone would be worth it."""
+    links = Links()
+    links.links[Tier.DISK].tried = links.links[Tier.HOST].tried = 100.0
+    found = [wire.Segment(Tier.DISK, 9), wire.Segment(Tier.HOST, 1)]
+    links.links[Tier.HOST].measured = 1
+    assert links.loaded(found, Verdict((9.0, 0.1), (1.0, 1.0), 0), 101.0) == 0
+    report = links.report()
+    assert (report["disk"]["below_break_even"], report["host"]["below_break_even"]) == (True, False)
+    assert report["host"]["pages_skipped"] == 1
+
+
+async def test_only_loads_that_brought_all_of_it_tell_how_fast_a_tier_is(tmp_path):
+    """What another request began before, or what found no room, took no time of its own: no tier is so fast."""
+    async with storing(tmp_path, host=1 * MIB, cap=1.0) as store:
+        engine = Engine(store)
+        await engine.open(PAGES)
+        await engine.put(path(8))
+        await quiet(store)
+        drop_host(store)
+        link = store.parts.links.links[Tier.DISK]
+        matched = await engine.match(path(8))
+        first, second = await asyncio.gather(*(engine.call(wire.Acquire(matched.handle, wait_ms=5000)) for _ in "ab"))
+        assert (first.pages, second.pages) == (8, 8)
+        assert link.measured == 1
+        await engine.call(wire.Release(first.lease))
+        await engine.call(wire.Release(second.lease))
+        drop_host(store)
+        other = Engine(store, "other", pid=2)
+        await other.open(PAGES)
+        assert (await other.reserve(tokens(*range(500, 512), page_tokens=4))).pages == 12
+        assert (await engine.call(wire.Acquire(matched.handle))).pages == 4, "there is room for no more"
+        assert link.measured == 1
 
 
 async def test_a_tier_below_break_even_is_skipped_and_status_says_so(tmp_path):
@@ -96,12 +137,13 @@ async def test_a_tier_below_break_even_is_skipped_and_status_says_so(tmp_path):
         assert (fast.pages, fast.cut) == (8, 0)
         assert fast.load_s[0] > fast.recompute_s[0] == pytest.approx(32 / FAST)
         assert (await engine.call(wire.Acquire(fast.handle))).pages == 0
+        assert store.report.stat(wire.Stat()).data["tiers"]["disk"]["below_break_even"]
         slow = await engine.call(wire.Match(engine.opened.cache, 0, path(8), prefill=SLOW))
         assert slow.cut == 8
         lease = await engine.call(wire.Acquire(slow.handle))
         assert lease.pages == 8
         tiers = store.report.stat(wire.Stat()).data["tiers"]
-        assert tiers["disk"]["below_break_even"]
+        assert not tiers["disk"]["below_break_even"]
         assert tiers["disk"]["pages_skipped"] == 8
         assert tiers["disk"]["loads_measured"] == 2, "the load was measured"
         await until(lambda: store.parts.links.links[Tier.HOST].measured == 3)

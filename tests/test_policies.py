@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engines import spec, tokens
+from engines import Engine, spec, tokens
+from kvtier import wire
+from kvtier.identity import GroupSpec
 from kvtier.index import Order, RadixIndex
 from kvtier.policy import DEFAULT, ByKind, Counting, Ghosts, every, load, path_of
 from kvtier.policy.ages import EDGES, WIDTHS, Ages, Waits, at_age
@@ -22,8 +24,11 @@ from kvtier.policy.ghosts import MOST
 from kvtier.policy.kinds import HEARD
 from kvtier.replay.drive import replay
 from kvtier.replay.trace import Mix, read, segments
+from kvtier.sizing.curve import Trace
 from kvtier.sizing.replay import belady_hits, lru_hits
-from kvtier.types import NO_COPY, Code, KvtierError, Tier
+from kvtier.store.ways import Ways
+from kvtier.types import NO_COPY, Code, Kind, KvtierError, Tier
+from storekit import storing
 from tracekit import longest, published, traces
 
 OWN = '''"""mine: the newest goes first."""
@@ -289,12 +294,63 @@ def test_names_and_paths(own):
         assert caught.value.code == Code.BAD_REQUEST
 
 
-@pytest.mark.parametrize("text", ["x = 1\n", "raise RuntimeError\n", "class Two:\n    pass\n"])
+@pytest.mark.parametrize("text", ["x = 1\n", "raise RuntimeError\n", "raise SystemExit(3)\n", "class Two:\n    pass\n"])
 def test_a_file_that_is_no_policy_is_refused(tmp_path, text):
     """Before anything is served by it."""
     path = tmp_path / "wrong.py"
     path.write_text(text)
     with pytest.raises(KvtierError, match="policy"):
+        load(str(path))
+
+
+MISTAKES = {
+    "rank": "def rank(self, index, node):\n        return 1 / ((1 - node.depth) * (2 - node.depth))",
+    "nan": "def rank(self, index, node):\n        return float('nan')",
+    "no number": "def rank(self, index, node):\n        return None",
+    "share": "def share(self, node):\n        return 0",
+    "lane": "lanes = 3\n    def lane(self, node):\n        return 3",
+    "pick": "lanes = 3\n    def pick(self, heads, now):\n        return 2",
+    "spare": "def spare(self, node):\n        return True",
+    "gain": "def gain(self, *args):\n        super().gain(*args)\n        self.x += 1",
+    "lose": "def lose(self, index, node, lo, hi, copies):\n        raise KeyError(lo)",
+    "use": "def use(self, node, now):\n        node.none",
+    "fall": "def fall(self, node, parent):\n        node.none",
+    "init": "def __init__(self, tier):\n        self.y = tier.z",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+async def test_a_users_policy_that_makes_a_mistake_is_left_for_lru(mistake, tmp_path):
+    """Nothing fails and nothing is lost: from then on it is LRU. Status and log name the mistake, replay ends by it."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"from kvtier.policy import Policy\n\n\nclass Mine(Policy):\n    {MISTAKES[mistake]}\n")
+    pages = spec((GroupSpec(Kind.FULL, 1, 1, 4096),), page_tokens=1)
+    async with storing(None, host=256 << 10, ways=Ways(str(path))) as store:
+        engine = Engine(store)
+        await engine.open(pages)
+        for n in range(60):
+            await engine.match(tokens(100, 101, page_tokens=1))
+            assert await engine.put(tokens(100, 101, *range(1000 * n, 1000 * n + 9), page_tokens=1)) >= 9
+            assert store.parts.check() == []
+        status = store.report.status(wire.Status()).data
+        assert status["policy"] == str(path)
+        assert status["policy_mistake"]
+        latest = [await engine.match(tokens(100, 101, 1000 * n, page_tokens=1)) for n in range(55, 60)]
+        assert [each.pages for each in latest] == [3] * 5, "as with LRU"
+    parent = [-1, *(up for n in range(1, 40, 3) for up in (0, n, n + 1))]
+    leaf = [at for n in range(3, 40, 3) for at in (n, n)]
+    count = len(leaf)
+    requests = segments(Trace("t", 1, parent, leaf, [4] * count, [0] * count, [float(n) for n in range(count)]))
+    with pytest.raises(KvtierError, match="policy: expected a policy without mistakes"):
+        await replay(requests, str(path), [12])
+
+
+@pytest.mark.parametrize("lanes", ["0", "-1", "300", "'two'"])
+def test_lanes_that_cannot_be_are_refused(lanes, tmp_path):
+    """Before anything is served."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"from kvtier.policy import Policy\n\n\nclass Mine(Policy):\n    lanes = {lanes}\n")
+    with pytest.raises(KvtierError, match="lanes"):
         load(str(path))
 
 

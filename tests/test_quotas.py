@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import timeit
 
 import pytest
 from click.testing import CliRunner
@@ -343,6 +344,41 @@ async def test_whatever_is_asked_limits_hold(requests, pages):
             assert held(store, engines[b"a"], Tier.HOST) <= pages
             assert held(store, engines[b"b"], Tier.HOST) <= 2 * pages
             assert store.parts.check() == []
+
+
+async def test_what_a_rule_holds_is_known_however_many_caches_it_has():
+    """Engines open a cache for each salt and adapter: a request that asked each of them held the loop for its time."""
+    took = []
+    async with storing(None, host=4 * MIB) as store:
+        store.limit([Rule("scope", "uid:0", {Tier.HOST: 2 * MIB})])
+        engine = Engine(store)
+        for n in range(600):
+            await engine.open(cache_of(n.to_bytes(2, "little")))
+            if n in {5, 599}:
+                assert await engine.put(path(n), wait_ms=5000) == 4
+                took.append(min(timeit.repeat(lambda: store.parts.ways.quotas.held(1, Tier.HOST), number=20, repeat=9)))
+        assert took[1] < 10 * took[0], took
+        assert store.parts.ways.quotas.report()[0]["host_held_bytes"] == 8 * PAGE
+        assert store.parts.check() == []
+
+
+async def test_what_a_rule_holds_follows_what_is_under_way(tmp_path):
+    """Reservations, slots that are being taken and writes count under whatever rule a cache is at the time."""
+    async with storing(tmp_path, host=4 * MIB) as store:
+        engine = await engine_of(store, b"a")
+        reserved = await engine.reserve(path(0))
+        store.limit(limited(pages=30))
+        assert store.parts.check() == []
+        rule = store.parts.ways.quotas.report()[0]
+        assert rule["host_held_bytes"] == 4 * PAGE
+        engine.write(path(0), reserved)
+        await engine.call(wire.Commit(reserved.reservation, 0, 4))
+        store.limit([Rule("scope", "uid:0", {Tier.HOST: 30 * PAGE, Tier.DISK: 30 * PAGE})])
+        assert store.parts.check() == []
+        await quiet(store)
+        assert store.parts.ways.quotas.report()[0]["disk_held_bytes"] == 4 * PAGE
+        store.limit([])
+        assert store.parts.check() == []
 
 
 def test_rules_as_text():

@@ -220,6 +220,16 @@ def test_trace_options_change_what_is_counted(run):
     assert json.loads(run(f"{line} --no-belady"))["belady"] is None
 
 
+def test_states_are_resumed_at_points_alone(run, tmp_path):
+    """Asked twice, ten blocks of a model with recurrent state are found up to the last point; others whole."""
+    line = {"timestamp": 0, "input_length": 5120, "output_length": 1, "hash_ids": list(range(10))}
+    (tmp_path / "twice.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line | {'timestamp': 9})}\n")
+    for model, every, hit in (("Qwen3.5-27B", 4096, 0.4), ("Qwen3.5-27B", 1000, 0.5), ("Llama-3.1-8B", 4096, 0.5)):
+        asked = f"size trace twice.jsonl --model {model} --tp 4 --host 64GiB --checkpoint-every {every} --json"
+        out = json.loads(run(asked))
+        assert (out["hit"], out["ceiling"], out["belady"]) == (hit, hit, hit), (model, every)
+
+
 def test_tiers_take_their_hits_from_a_trace(run):
     """`tiers --trace` and `trace` agree."""
     places = "--device 20GB --host 50GB --json"

@@ -33,6 +33,17 @@ def test_the_curve_equals_brute_replay(trace, blocks):
     assert curve.hits[min(blocks, len(curve.hits) - 1)] == lru_hits(trace, blocks)
 
 
+@given(traces(), st.integers(0, 40), st.integers(1, 6))
+@settings(max_examples=300)
+def test_models_that_resume_at_some_points_alone_hit_no_more_than_the_last_of_them(trace, blocks, step):
+    """At any capacity, request by request, the curve is a replay in which what is beyond that point is a miss."""
+    curve = hit_curve(trace, [blocks], step=step)
+    found = curve.hits[min(blocks, len(curve.hits) - 1)]
+    assert found == lru_hits(trace, blocks, step) == sum(curve.per_request[0])
+    assert all(each % step == 0 for each in curve.per_request[0])
+    assert found <= step * belady_hits(coarse(trace, step), -(-blocks // step)), "no policy hits more"
+
+
 @given(traces(20, 15), st.integers(1, 20))
 def test_touching_leaves_first_is_leaf_first_eviction(trace, blocks):
     """Plain LRU with that order of touches evicts what a radix tree evicts that may only drop leaves."""

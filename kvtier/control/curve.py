@@ -15,7 +15,7 @@ WIDTH: Final = 50
 
 
 @click.command()
-@click.option("--add", "more", default="64GiB", show_default=True, help="What would so much more memory buy?")
+@click.option("--add", "more", default="64GiB", show_default=True, help="So much more memory: GiB is 2^30, GB 1e9.")
 @verb
 def curve(call: Call, show: bool, more: str) -> Data:
     """Hits against capacity for the traffic just seen, as LRU would have had them."""

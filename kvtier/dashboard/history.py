@@ -31,7 +31,8 @@ class History:
         for (since, before), (at, after) in itertools.pairwise(self._readings):
             seconds = max(1e-9, at - since)
             hit = {tier: _grown(before, after, f"tokens_hit_{tier}") / seconds for tier in TIERS}
-            out.append({"at": at, "asked_s": _grown(before, after, "tokens_asked") / seconds, "hit_s": hit})
+            asked = _grown(before, after, "tokens_asked") / seconds
+            out.append({"at": at, "seconds": seconds, "asked_s": asked, "hit_s": hit})
         return out
 
 

@@ -163,7 +163,10 @@ class Dashboard:
         status = await self._asked(wire.Status())
         caches = (await self._asked(wire.Caches()))["caches"]
         if not self._trusted(request):
-            status.pop("disk_path")
+            for name in ("disk_path", "policy", "policy_mistake"):
+                status.pop(name)
+            for each in status["quotas"]:
+                each.pop("rule")  # it may be a tenant's salt
             for each in status["instances"]:
                 each.pop("pids")
             for each in status["peers"]:

@@ -35,9 +35,8 @@ class Adopting(Index):
             self._attach(parent, first, node)
             self.nodes += 1
         self.pages += pages
-        held = self.held[Tier.DISK]
         for group in range(groups):
-            held[group] += pages
+            self._hold(Tier.DISK, group, pages)
         self._arrive(node, Tier.DISK, pages * groups)
         if (order := self.orders.get(Tier.DISK)) is not None:
             order.policy.found(self, node, lo, lo + pages, pages * groups)

@@ -172,7 +172,7 @@ class Index(Copies):
                 if self.watch is not None and slot % self.groups == self.anchors[0]:
                     self.watch.lost(self, node, slot // self.groups, 0, node.pages)
                 out.append(Dropped(slot // self.groups, slot % self.groups, gone))
-                self.held[slot // self.groups][slot % self.groups] -= len(gone)
+                self._hold(slot // self.groups, slot % self.groups, -len(gone))
                 self._told(node, slot // self.groups, 0, node.pages, len(gone))
         return out
 

@@ -58,6 +58,8 @@ class Copies:
         """Whether leaves may still be queued under the quota that this was of before."""
         self.held = [[0] * self.groups for _ in range(TIERS)]
         """Copies by tier and group."""
+        self.tally: list[list[int]] | None = None
+        """The same of all indexes of a quota whose groups are alike, where this is of one."""
         self.watch: Watch | None = None
         self.closed = False
         """Nothing is found any more: all that is here is on its way out."""
@@ -104,7 +106,7 @@ class Copies:
         if isinstance(handles, array) and isinstance(sums, array) and _HOLE not in handles.tobytes():
             assert held[at:end].tobytes() == _HOLE * len(handles), "copy overwritten"
             held[at:end], kept[at:end] = handles, sums
-            self.held[tier][group] += len(handles)
+            self._hold(tier, group, len(handles))
             self._gain(node, tier, at, end, len(handles))
             return
         gained = 0
@@ -115,7 +117,7 @@ class Copies:
                 kept[position] = sums[position - at]
                 gained += 1
         if gained:
-            self.held[tier][group] += gained
+            self._hold(tier, group, gained)
             self._gain(node, tier, at, end, gained)
 
     def _announce(self, node: Node, tier: int, at: int, handles: Sequence[int]) -> None:
@@ -140,7 +142,7 @@ class Copies:
         gone = array("q", [held[at]])
         held[at] = NO_COPY
         node.count[tier] -= 1
-        self.held[tier][group] -= 1
+        self._hold(tier, group, -1)
         self._told(node, tier, at, at + 1, 1)
         if node.count[tier] == 0 and node.below[tier] == 0:
             self._vanish(node, tier)
@@ -162,7 +164,7 @@ class Copies:
                     self.watch.lost(self, node, tier, lo, hi)
                 held[lo:hi] = blank(hi - lo)
                 lost += len(gone)
-                self.held[tier][group] -= len(gone)
+                self._hold(tier, group, -len(gone))
                 out.append(Dropped(tier, group, gone))
         if lost:
             node.count[tier] -= lost
@@ -201,6 +203,12 @@ class Copies:
             order.policy.gain(self, node, lo, hi, copies)
         if not node.below[tier]:
             self._offer_all(node)
+
+    def _hold(self, tier: int, group: int, copies: int) -> None:
+        """Count copies that came, or went."""
+        self.held[tier][group] += copies
+        if self.tally is not None:
+            self.tally[tier][group] += copies
 
     def _arrive(self, node: Node, tier: int, copies: int) -> None:
         """Count new copies; the first in a subtree shows all the way up."""

@@ -172,7 +172,7 @@ class Order:
         return heaps
 
     def moved(self, index: Copies, node: Node) -> None:
-        """The node's index is of another quota now; what is queued elsewhere is void."""
+        """What is queued of the node is void: its index is of another quota now, or it is kept for a shorter time."""
         if self.queued(node):
             self._forgotten()
             self._queue(node, -1)

@@ -189,7 +189,10 @@ class RadixIndex(Adopting):
 
     def keep(self, node: Node, until: float) -> None:
         """Let a leaf go after those that nobody keeps, until then."""
+        sooner = until < node.keep
         node.keep, node.over = until, False
+        for order in self.orders.values() if sooner else ():
+            order.moved(self, node)
         self._offer_all(node)
 
     def give_up(self, node: Node, page: int) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvtier.policy.base import Policy
+from kvtier.policy.guard import guarded
 from kvtier.sources import names, source
 from kvtier.types import KvtierError, bad
 
 DEFAULT: Final = "heat"
+MOST_LANES: Final = 64
 
 
 class Found(NamedTuple):
@@ -22,9 +25,14 @@ class Found(NamedTuple):
     summary: str
 
 
+def of_a_user(name: str) -> bool:
+    """Whether this is the path of somebody's own policy."""
+    return name.endswith(".py") or "/" in name
+
+
 def path_of(name: str) -> Path:
     """The file of a policy: one that ships with kvtier by name, any other by path. Raises bad_request."""
-    if name.endswith(".py") or "/" in name:
+    if of_a_user(name):
         path = Path(name)
         if not path.is_file():
             raise bad("policy", "the path of a file", name)
@@ -47,7 +55,7 @@ def load(name: str) -> type[Policy[Any]]:
     sys.modules[stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         raise bad("policy", f"a file that can be imported ({type(exc).__name__}: {exc})", name) from exc
     found = [
         each
@@ -57,7 +65,14 @@ def load(name: str) -> type[Policy[Any]]:
     if len(found) != 1:
         raise bad("policy", f"a file with one class derived from Policy, not {len(found)}", name)
     policy: type[Policy[Any]] = found[0]
+    if not isinstance(policy.lanes, int) or not 1 <= policy.lanes <= MOST_LANES:
+        raise bad("policy", f"a policy of 1 to {MOST_LANES} lanes, not {policy.lanes!r}", name)
     return policy
+
+
+def serving(name: str, mistaken: Callable[[str, Exception], None]) -> type[Policy[Any]]:
+    """The same to be served by: a user's own is watched, and `mistaken` told of the first mistake of each object."""
+    return guarded(load(name), mistaken) if of_a_user(name) else load(name)
 
 
 def every() -> list[Found]:

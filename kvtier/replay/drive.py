@@ -18,7 +18,7 @@ from kvtier.store.ways import Ways
 from kvtier.tiers.cells import CELLS_PER_SLAB_MIN
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
-from kvtier.types import PAGE_ALIGN, Kind
+from kvtier.types import PAGE_ALIGN, Kind, bad
 
 ITEM_BYTES = 64
 WAIT_MS = 60_000
@@ -114,6 +114,9 @@ async def _drive(engine: _Engine, clock: Clock, requests: Requests, first: int) 
         clock.reach(requests.time_s[r])
         keys = b"".join([requests.keys[segment] for segment in requests.path(r)])
         found = await engine.serve(keys)
+        if engine.store.parts.ways.mistake:
+            name, mistake = engine.store.parts.ways.policy_name, engine.store.parts.ways.mistake
+            raise bad("policy", f"a policy without mistakes ({mistake})", name)
         if r < first:
             continue
         asked += tokens

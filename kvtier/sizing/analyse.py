@@ -14,8 +14,9 @@ from kvtier.sizing.hardware import Source
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.replay import belady_hits
 from kvtier.sizing.report import Column, Report, Table, Value
-from kvtier.sizing.spec import stored, stored_slope
+from kvtier.sizing.spec import resume_tokens, stored, stored_slope
 from kvtier.sizing.tiers import Flow, Held, Tier, hold, split_hits
+from kvtier.sizing.traces import coarse
 from kvtier.sizing.transfer import Move, sent_bytes
 from kvtier.types import bad
 
@@ -99,7 +100,8 @@ def analyse(trace: Trace, d: Deployment, plan: Plan) -> Analysis:
     per_token = token_bytes(d, plan.checkpoint_every)
     blocks = [t.holds(per_token * trace.block_tokens) for t in plan.tiers]
     reaches = list(accumulate(blocks)) if plan.exclusive else list(accumulate(blocks, max))
-    curve = hit_curve(trace, reaches, plan.warmup)
+    step = -(-resume_tokens(d.model.spec, plan.checkpoint_every) // trace.block_tokens) or 1
+    curve = hit_curve(trace, reaches, plan.warmup, step)
     seconds = (plan.seconds or trace.seconds) * (1 - plan.warmup) or 1.0
     hits = split_hits(curve, blocks, plan.exclusive)
     prompt = curve.tokens / seconds
@@ -110,7 +112,8 @@ def analyse(trace: Trace, d: Deployment, plan: Plan) -> Analysis:
     timings, losing = _times(trace, d, plan, curve)
     bound = None
     if plan.belady and plan.warmup == 0:
-        bound = belady_hits(trace, reaches[-1]) * trace.block_tokens / curve.tokens
+        whole = coarse(trace, step)  # what nobody can resume at needs no room
+        bound = belady_hits(whole, -(-reaches[-1] // step)) * whole.block_tokens / curve.tokens
     word = bottleneck(held, sum(hits), curve.ceiling, bound)
     return Analysis(trace, curve, per_token, seconds, held, flow, timings, losing, bound, word)
 
@@ -201,7 +204,7 @@ def trace_report(a: Analysis, d: Deployment, plan: Plan) -> Report:
     gpu_hour, _ = d.hardware.gpu_hour(d.gpu.name)
     saved = gpus_saved(a, d)
     values = [
-        Value("definition", _definition(plan), "", Source.EXACT),
+        Value("definition", _definition(plan, resume_tokens(d.model.spec, plan.checkpoint_every)), "", Source.EXACT),
         Value("requests", curve.requests, "", Source.EXACT),
         Value("prompt_tokens", curve.tokens, "tokens", Source.EXACT),
         Value("block_references", curve.references, "", Source.EXACT),
@@ -229,11 +232,12 @@ def trace_report(a: Analysis, d: Deployment, plan: Plan) -> Report:
     return Report(f"{a.trace.name} on {d.model.spec.name}, {d.par.ranks} x {d.gpu.name}", values, tables, notes)
 
 
-def _definition(plan: Plan) -> str:
+def _definition(plan: Plan, resumes: int) -> str:
     skipped = f", first {plan.warmup:.0%} of requests not counted" if plan.warmup else ""
     sharing = "exclusive tiers (capacities add)" if plan.exclusive else "inclusive tiers (write-through)"
     counted = "prompt tokens found / prompt tokens, longest prefix, last part of a block is a miss"
-    return f"{counted}{skipped}; leaf-first LRU, {sharing}"
+    apart = f", resumed at each {resumes:,} tokens" if resumes else ""
+    return f"{counted}{apart}{skipped}; leaf-first LRU, {sharing}"
 
 
 def tier_columns(link: Source) -> list[Column]:

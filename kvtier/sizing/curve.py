@@ -73,13 +73,14 @@ class Curve(NamedTuple):
         return min(bisect_left(self.hits, want), len(self.hits) - 1)
 
 
-def hit_curve(trace: Trace, capacities: Sequence[int] = (), warmup: float = 0.0) -> Curve:
+def hit_curve(trace: Trace, capacities: Sequence[int] = (), warmup: float = 0.0, step: int = 1) -> Curve:
     """Stack distances of every block of every request.
 
     A request touches its blocks deepest first and its root last, so that the LRU stack stays closed under prefixes
     and plain LRU is leaf-first LRU. Blocks that were last touched by the same request lie side by side in the stack:
     one Fenwick query over requests, not blocks, places the whole run. The part of a block at the end of a prompt
-    counts as a miss. `warmup` leaves that share of the requests out of the counts, not out of the cache.
+    counts as a miss. `warmup` leaves that share of the requests out of the counts, not out of the cache. A request
+    resumes after a multiple of `step` blocks: what is found beyond the last of them is computed again.
     """
     count = len(trace.leaf)
     tree = [0] * (count + 1)
@@ -108,10 +109,16 @@ def hit_curve(trace: Trace, capacities: Sequence[int] = (), warmup: float = 0.0)
                 k &= k - 1
             run = stop - start
             if counts and (hit := min(stop, full) - start) > 0:
-                rises[newer + 1] += 1
-                rises[newer + hit + 1] -= 1
+                if step == 1:
+                    rises[newer + 1] += 1
+                    rises[newer + hit + 1] -= 1
+                else:
+                    for end in range(newer + step - start % step, newer + hit + 1, step):
+                        rises[end] += step
+                        rises[end + 1] -= step
                 for row, capacity in zip(per_request, capacities, strict=True):
-                    row[r - 1] += max(0, min(hit, capacity - newer))
+                    there = start + max(0, min(hit, capacity - newer))
+                    row[r - 1] += (there // step - start // step) * step
             k = last
             while k <= count:
                 tree[k] -= run

@@ -8,17 +8,22 @@ from collections import OrderedDict
 from kvtier.sizing.curve import Trace
 
 
-def lru_hits(trace: Trace, blocks: int) -> int:
-    """Hit blocks of plain LRU at one capacity, each request touching deepest first: slow and obvious."""
+def lru_hits(trace: Trace, blocks: int, step: int = 1) -> int:
+    """Hit blocks of plain LRU at one capacity, each request touching deepest first: slow and obvious.
+
+    Requests resume after a multiple of `step` blocks.
+    """
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for r in range(len(trace.leaf)):
         path = trace.path(r)
         full = trace.input_tokens[r] // trace.block_tokens
+        found = 0
         for node in path[:full]:
             if node not in cache:
                 break
-            hits += 1
+            found += 1
+        hits += found // step * step
         for node in reversed(path):
             cache[node] = None
             cache.move_to_end(node)

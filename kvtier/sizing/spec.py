@@ -142,3 +142,12 @@ def stored_slope(spec: Spec, every: int = 0) -> float:
         elif c.rule is Rule.STATE:
             total += c.layer_bytes() / every
     return total
+
+
+def resume_tokens(spec: Spec, every: int) -> int:
+    """Tokens from one point where a request can resume to the next: `every` where states or windows are kept there.
+
+    0: at any token. Points that are closer than a window is long leave no gap in it.
+    """
+    apart = any(c.rule is Rule.STATE or (c.rule in CAPPED and c.span < every) for c in spec.components)
+    return every if apart else 0

@@ -66,11 +66,12 @@ class Allowance:
     def _evict(self, over: int, share: int) -> None:
         """Evict so many bytes of a rule's, of whichever shape is the coldest; of another where none of that can go."""
         tier, held = self._space.tier, dict[SlotPool, Counter[int]]()
-        for member in self._quotas.members(share):
-            if tier in member.pools:
-                bytes_of = held.setdefault(member.pools[tier], Counter())
-                for group in member.index.anchors or range(member.index.groups):
-                    bytes_of[group] += member.index.held[tier][group] * member.slot_cost(group)
+        for tally in self._quotas.tallies(share):
+            one = tally.one
+            if tier in one.pools:
+                bytes_of = held.setdefault(one.pools[tier], Counter())
+                for group in one.index.anchors or range(one.index.groups):
+                    bytes_of[group] += tally.copies[tier][group] * one.slot_cost(group)
         now = self._space.ways.now()
         for pool in sorted(held, key=lambda pool: self._space.order_of(pool).turn(now, share)):
             group, _ = max(held[pool].items(), key=lambda item: item[1])

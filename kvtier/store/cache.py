@@ -55,6 +55,8 @@ class Cache:
         """An old epoch: nothing matches and nothing is stored any more."""
         self.reservations: set[Reservation] = set()
         """Those that are not over."""
+        self.dues = [0] * len(Tier)
+        """Bytes by tier that are taken, or on their way, and no copies yet; one list for all caches of a quota."""
         self.own = 0
         """Leases of the daemon's own jobs, for which no engine answers."""
         self.counts: Counter[str] = Counter()

@@ -42,6 +42,8 @@ class Link:
         self.measured = 0
         self.tried = 0.0
         """When it was last measured, or allowed to be slow."""
+        self.slow = False
+        """Whether what an engine asked of it last is computed sooner than loaded."""
 
     @staticmethod
     def _size(nbytes: int) -> int:
@@ -105,13 +107,14 @@ class Links:
                 best, cut = cost, pages
         return Verdict(load, again, cut)
 
-    def loaded(self, segments: Sequence[Segment], cut: int, now: float) -> int:
-        """How many pages to load where the engine asks for all: `cut`, unless a tier is to be tried again."""
+    def loaded(self, segments: Sequence[Segment], verdict: Verdict, now: float) -> int:
+        """How many pages to load where the engine asks for all: the cut, unless a tier is to be tried again."""
         pages, left = 0, []
-        for segment in segments:
+        for segment, loading, computing in zip(segments, verdict.load_s, verdict.recompute_s, strict=True):
             pages += segment.pages
-            if pages > cut:
-                left.append((segment.tier, min(segment.pages, pages - cut)))
+            self.links[Tier(segment.tier)].slow = loading > computing
+            if pages > verdict.cut:
+                left.append((segment.tier, min(segment.pages, pages - verdict.cut)))
         for tier, _ in left:
             link = self.links[Tier(tier)]
             if now - link.tried > STALE_S:
@@ -119,16 +122,16 @@ class Links:
                 return -1
         for tier, count in left:
             self.skipped[tier] += count
-        return cut if left else -1
+        return verdict.cut if left else -1
 
     def report(self) -> dict[str, Any]:
-        """For status: rates of each tier, and whether it was measured and is being skipped."""
+        """For status: rates of each tier, how much of it was left out, and whether it is slower than computing now."""
         return {
             tier.name.lower(): {
                 "load_bytes_per_s": link.rates(),
                 "loads_measured": link.measured,
                 "pages_skipped": self.skipped[tier],
-                "below_break_even": self.skipped[tier] > 0,
+                "below_break_even": link.slow,
             }
             for tier, link in self.links.items()
             if link.measured or self.skipped[tier]

@@ -84,6 +84,10 @@ class Loads:
                         out.append(Missing(node, group, first + at, has, away[has][at], sums[at]))
         return out
 
+    def under_way(self, missing: list[Missing]) -> bool:
+        """Whether somebody brings some of these already."""
+        return any((m.tier, m.handle, m.group) in self.moving for m in missing) if self.moving else False
+
     async def bring(self, cache: Cache, missing: list[Missing], deadline: float) -> bool:
         """Load the items; False at the deadline, after which loads go on by themselves."""
         waits = await self.begin(cache, missing, deadline)

@@ -147,6 +147,7 @@ class Parts:
         res.instance.hold(res.tier, res.cost)
         res.instance.reservations[res.number] = res
         res.cache.reservations.add(res)
+        res.cache.dues[res.tier] += res.cost
         if res.settled and not res.kept:
             res.published = res.pages
             self.end(res)
@@ -225,7 +226,7 @@ class Parts:
 
     def check(self) -> list[str]:
         """Broken invariants of the whole store, in words."""
-        wrong = self.host.check()
+        wrong = self.host.check() + self.ways.quotas.check()
         if self.vram is not None:
             wrong += self.vram.tier.check()
         if self.disk is not None:

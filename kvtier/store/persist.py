@@ -197,7 +197,7 @@ class Persist:
         if not disk.write(cache.disk, parent, 0 if cache.spec.keyed else first, keys, chains, items, done):
             self._make_room(entry, nbytes)
             return False
-        self.ways.quotas.writing[cache] += nbytes
+        self.ways.quotas.write(cache, nbytes)
         self._writing += 1
         entry.first = end
         self.room.ahead_soon()
@@ -243,7 +243,7 @@ class Persist:
     ) -> Callable[[int | None, str], None]:
         def done(run_id: int | None, error: str) -> None:
             self._writing -= 1
-            self.ways.quotas.writing[entry.cache] -= nbytes
+            self.ways.quotas.write(entry.cache, -nbytes)
             if run_id is not None:
                 self._record(entry.cache, entry.node, first, items, run_id)
             if entry.node.dead:

@@ -6,12 +6,26 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 from kvtier.policy.quota import Rule
 from kvtier.store.cache import Cache
 from kvtier.store.slices import sliced
 from kvtier.types import Tier
+
+
+class Tally(NamedTuple):
+    """Caches of one rule whose slots are shared and whose pages need the same groups."""
+
+    copies: list[list[int]]
+    """Of all of them, by tier and group: what is held is asked with every request, and they may be thousands."""
+    members: dict[Cache, None]
+
+    @property
+    def one(self) -> Cache:
+        """Any of them."""
+        return next(iter(self.members))
 
 
 class Quotas:
@@ -23,7 +37,9 @@ class Quotas:
         """Bytes on their way to disk."""
         self._coming: Counter[tuple[Cache, int]] = Counter()
         """Bytes by tier in slots that are taken, and neither reserved nor published yet."""
-        self._members: dict[int, list[Cache]] = {}
+        self._tallies: dict[int, dict[Any, Tally]] = {}
+        self._dues: dict[int, list[int]] = {}
+        """By rule: bytes by tier that are no copies yet."""
         self.moving: dict[Cache, None] = {}
         """Caches whose leaves are not all found under their rule yet."""
         self._changed = asyncio.Event()
@@ -45,7 +61,8 @@ class Quotas:
     def set(self, rules: Sequence[Rule], caches: Iterable[Cache]) -> None:
         """Other rules from now on; what is held beyond them goes when room is asked for next."""
         self.rules = rules
-        self._members.clear()
+        self._tallies.clear()
+        self._dues.clear()
         for cache in caches:
             self.join(cache)
 
@@ -53,36 +70,70 @@ class Quotas:
         """A cache comes under the first rule that fits it."""
         fits = (n for n, rule in enumerate(self.rules, 1) if rule.fits(cache.id, cache.spec.salt, cache.scope))
         share = next(fits, 0)
-        if share:
-            self._members.setdefault(share, []).append(cache)
         if share != cache.index.share:
             cache.index.share = share
             if cache.index.nodes:
                 cache.index.moving = True
                 self.moving[cache] = None
                 self._changed.set()
+        self._count(cache)
+
+    def _count(self, cache: Cache) -> None:
+        """What a cache has counts with the rest of its rule's from now on."""
+        index = cache.index
+        if not index.share:
+            index.tally, cache.dues = None, [0] * len(Tier)
+            return
+        tallies = self._tallies.setdefault(index.share, {})
+        tally = tallies.setdefault(_kind(cache), Tally([[0] * index.groups for _ in Tier], {}))
+        tally.members[cache] = None
+        for all_of_it, own in zip(tally.copies, index.held, strict=True):
+            all_of_it[:] = map(add, all_of_it, own)
+        index.tally = tally.copies
+        cache.dues = self._dues.setdefault(index.share, [0] * len(Tier))
+        for tier in Tier:
+            cache.dues[tier] += self._due(cache, tier)
+
+    def _due(self, cache: Cache, tier: int) -> int:
+        """Bytes that a cache is about to have in a tier."""
+        if tier == Tier.DISK:
+            return self.writing[cache]
+        return sum(res.cost for res in cache.reservations if res.tier == tier) + self._coming[cache, tier]
 
     def leave(self, cache: Cache) -> None:
-        """A cache is forgotten."""
+        """A cache is forgotten, which has nothing any more."""
         del self.writing[cache]
         self.moving.pop(cache, None)
         if cache.index.share:
-            self._members[cache.index.share].remove(cache)
+            tallies = self._tallies[cache.index.share]
+            del tallies[_kind(cache)].members[cache]
+            if not tallies[_kind(cache)].members:
+                del tallies[_kind(cache)]
 
     def held(self, share: int, tier: int) -> int:
         """Bytes that the caches of a rule have in a tier, with what is on its way there."""
-        total = 0
-        for cache in self._members.get(share, ()):
-            total += sum(cache.index.held[tier][group] * cache.slot_cost(group) for group in range(cache.index.groups))
-            if tier == Tier.DISK:
-                total += self.writing[cache]
-            else:
-                total += sum(res.cost for res in cache.reservations if res.tier == tier) + self._coming[cache, tier]
+        total = self._dues[share][tier] if share in self._dues else 0
+        for tally in self.tallies(share):
+            total += sum(copies * tally.one.slot_cost(group) for group, copies in enumerate(tally.copies[tier]))
         return total
 
-    def members(self, share: int) -> Sequence[Cache]:
-        """The caches of a rule."""
-        return self._members.get(share, ())
+    def tallies(self, share: int) -> Iterable[Tally]:
+        """The caches of a rule by their kind."""
+        return self._tallies.get(share, {}).values()
+
+    def check(self) -> list[str]:
+        """Sums that are not those of their parts, in words."""
+        wrong = []
+        for share, tallies in self._tallies.items():
+            members = [cache for tally in tallies.values() for cache in tally.members]
+            for tier in Tier:
+                total = sum(self._due(cache, tier) for cache in members)
+                for cache in members:
+                    held = cache.index.held[tier]
+                    total += sum(copies * cache.slot_cost(group) for group, copies in enumerate(held))
+                if total != self.held(share, tier):
+                    wrong.append(f"quota {share}: {total} bytes in {tier.name}, {self.held(share, tier)} counted")
+        return wrong
 
     def limit(self, cache: Cache, tier: int) -> int | None:
         """Bytes that the caches of its rule may have together."""
@@ -93,12 +144,19 @@ class Quotas:
     def coming(self, cache: Cache, tier: int, nbytes: int) -> Iterator[None]:
         """Count bytes that a cache is about to have in a tier of slots."""
         self._coming[cache, tier] += nbytes
+        cache.dues[tier] += nbytes
         try:
             yield
         finally:
             self._coming[cache, tier] -= nbytes
+            cache.dues[tier] -= nbytes
             if not self._coming[cache, tier]:
                 del self._coming[cache, tier]
+
+    def write(self, cache: Cache, nbytes: int) -> None:
+        """So many bytes are on their way to disk, or (less than 0) no more."""
+        self.writing[cache] += nbytes
+        cache.dues[Tier.DISK] += nbytes
 
     def room(self, share: int, tier: int) -> int:
         """Bytes of a tier that a rule leaves; less than 0 where more is held, all there is where it has no limit."""
@@ -129,3 +187,8 @@ class Quotas:
             | {f"{Tier(tier).name.lower()}_held_bytes": self.held(number, tier) for tier in rule.limits}
             for number, rule in enumerate(self.rules, 1)
         ]
+
+
+def _kind(cache: Cache) -> Any:
+    """What caches have in common that one of them can stand for."""
+    return cache.pool, tuple(cache.index.anchors)

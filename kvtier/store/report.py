@@ -92,6 +92,8 @@ class Report:
                 "uptime_s": round(time.monotonic() - self.started, 1),
                 "rss_bytes": psutil.Process().memory_info().rss,
                 "disk_path": "" if parts.disk is None else str(parts.disk.path),
+                "policy": parts.ways.policy_name,
+                "policy_mistake": parts.ways.mistake,
                 "tiers": self._tiers(),
                 "caches": len(parts.caches),
                 "pages": sum(c.index.pages for c in parts.caches.values()),

@@ -246,7 +246,7 @@ class Reservation:
     def _settled(self, lo: int, hi: int) -> None:
         """Positions whose slots are no longer this reservation's."""
         freed = self._cost(lo, hi)
-        self.cost -= freed
+        self._pay(freed)
         if self.running:
             self.reading += freed
         else:
@@ -254,6 +254,11 @@ class Reservation:
         for group in range(len(self.handles)):
             self.handles[group][lo:hi] = array("q", [NO_COPY]) * (hi - lo)
         self.state[lo:hi] = bytes([SETTLED]) * (hi - lo)
+
+    def _pay(self, freed: int) -> None:
+        """Bytes of slots that are no longer this reservation's."""
+        self.cost -= freed
+        self.cache.dues[self.tier] -= freed
 
     # -- keyed caches -------------------------------------------------------------------------------------------
 
@@ -355,7 +360,7 @@ class Reservation:
         lost = [held[at] for at in positions if held[at] != NO_COPY]
         self.cache.pools[self.tier].mark(group, lost, SlotState.QUARANTINED)
         freed = len(lost) * self.cache.slot_cost(group)
-        self.cost -= freed
+        self._pay(freed)
         self.instance.hold(self.tier, -freed)
         for at in positions:
             held[at] = NO_COPY
@@ -369,7 +374,8 @@ class Reservation:
         for group, handle in self.spare:
             self.cache.free(self.tier, group, [handle])
         self.instance.hold(self.tier, -self.cost - self.reading)
-        self.cost = self.reading = 0
+        self._pay(self.cost)
+        self.reading = 0
         self.over = True
         for node in self.nodes:
             unlease(self.cache, node)

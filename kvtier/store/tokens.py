@@ -177,7 +177,7 @@ class Tokens(Reserving):
         found = path.cache.radix.match(path.keys, self.parts.now())
         parts = segments(path.cache, found.node, found.pages)
         links = self.parts.links
-        return links.loaded(parts, links.judge(path.cache, parts, path.prefill).cut, time.monotonic())
+        return links.loaded(parts, links.judge(path.cache, parts, path.prefill), time.monotonic())
 
     def _hold(self, instance: Instance, path: Path, pages: int, tiers: Tiers) -> Lease | None:
         """Lease the longest match (of at most `pages`) within the cap; None where there is none."""
@@ -234,17 +234,19 @@ class Tokens(Reserving):
             try:
                 needed = cache.radix.needed(lease.pages)
                 missing = await self.parts.loads.lacking(cache, node, needed, lease.tiers)
-                begun = time.perf_counter()
-                if missing and await self.parts.loads.bring(cache, missing, deadline):
-                    slowest = max(m.tier for m in missing)
-                    nbytes = sum(cache.item_bytes[m.group] for m in missing)
-                    self.parts.links.links[Tier(slowest)].note(nbytes, time.perf_counter() - begun, time.monotonic())
+                begun, own = time.perf_counter(), not self.parts.loads.under_way(missing)
+                brought = missing and await self.parts.loads.bring(cache, missing, deadline)
+                took = time.perf_counter() - begun
             except BaseException:
                 self._drop(instance, lease)
                 raise
             if not cache.gone(node) and cache.radix.resumable(node, lease.pages, LOCAL)[1] == lease.pages:
                 _, pages = cache.radix.resumable(node, lease.pages, lease.tiers)  # time or room is up
                 if pages == lease.pages:
+                    if brought and own:  # else not all of these bytes came in that time
+                        slowest = Tier(max(m.tier for m in missing))
+                        nbytes = sum(cache.item_bytes[m.group] for m in missing)
+                        self.parts.links.links[slowest].note(nbytes, took, time.monotonic())
                     return self._grant(instance, lease)
             self._drop(instance, lease)
         return Acquired(0, 0)

@@ -7,8 +7,11 @@ let token = sessionStorage.getItem("kvtier-token") || "";
 let trusted = false;
 let tree = null; // the root of what was loaded last, and what is zoomed to
 let zoom = null;
-let shownCache = "";
+let shownCache = null; // what the tree is of, and how many pages it had
+let shownPages = 0;
 let shown = null; // the node that is told about below the tree
+let refused = ""; // why the latest change was not made
+const hint = at("node").textContent;
 
 if (location.hash.startsWith("#token=")) {
   token = location.hash.slice(7);
@@ -83,8 +86,8 @@ function showTiers(tiers) {
 }
 
 function showHits(steps) {
-  const asked = steps.reduce((sum, s) => sum + s.asked_s, 0);
-  const hit = Object.fromEntries(TIERS.map((t) => [t, steps.reduce((sum, s) => sum + s.hit_s[t], 0)]));
+  const asked = steps.reduce((sum, s) => sum + s.seconds * s.asked_s, 0);
+  const hit = Object.fromEntries(TIERS.map((t) => [t, steps.reduce((sum, s) => sum + s.seconds * s.hit_s[t], 0)]));
   const all = TIERS.reduce((sum, t) => sum + hit[t], 0);
   at("hits-text").textContent = asked ? `${percent(all / asked)} of the tokens asked for: ${TIERS.filter((t) => hit[t]).map((t) => `${t} ${percent(hit[t] / asked)}`).join(", ") || "none"}` : "no prompts in that time";
   const svg = at("hits"), wide = 600 / Math.max(1, steps.length), bars = [];
@@ -105,7 +108,7 @@ function showCaches(caches) {
   const select = at("cache"), chosen = select.value;
   const known = caches.filter((c) => !c.retired).sort((a, b) => b.pages - a.pages);
   const names = known.map((c) => c.id).join();
-  if (select.dataset.names === names) return;
+  if (select.dataset.names === names && document.activeElement === select) return; // it may be open
   select.dataset.names = names;
   select.replaceChildren(...known.map((c) => make("option", { value: c.id }, `${c.model} ${c.kv_dtype} · ${many(c.pages, "page")} · ${c.id.slice(0, 8)}`)));
   if (known.some((c) => c.id === chosen)) select.value = chosen;
@@ -120,9 +123,10 @@ async function overview() {
     }
     at("version").textContent = status.version;
     at("state").className = "";
+    at("state").removeAttribute("role");
     at("state").textContent = `up ${span(status.uptime_s)} · ${many(status.pages, "page")} · ${many(status.instances.length, "engine")} · ${bytes(status.rss_bytes)} resident`;
     at("login").hidden = trusted;
-    at("trust").textContent = trusted ? "The token is good: pins can be changed here." : token ? "That token is not this daemon's." : "To change pins, open the address that kvtierctl dashboard prints, or give its token.";
+    at("trust").textContent = refused || (trusted ? "The token is good: pins can be changed here." : token ? "That token is not this daemon's." : "To change pins, open the address that kvtierctl dashboard prints, or give its token.");
     showTiers(status.tiers);
     showHits(steps);
     showCaches(caches);
@@ -132,11 +136,17 @@ async function overview() {
       (status.peers || []).map((p) => [p.name, p.address, p.up ? "up" : p.why === undefined ? "down" : `down: ${p.why || "not reached yet"}`]), "none configured");
     await pins();
     await curve();
-    if (at("cache").value !== shownCache) await load();
+    const grew = caches.some((c) => c.id === shownCache && c.pages !== shownPages);
+    if (at("cache").value !== (shownCache || "") || shownCache === null || (grew && !watched())) await load();
   } catch (error) {
-    at("state").className = "bad";
-    at("state").textContent = `no answer: ${error.message}`;
+    complain(error);
   }
+}
+
+function complain(error) {
+  at("state").className = "bad";
+  at("state").setAttribute("role", "alert");
+  at("state").textContent = `no answer: ${error.message}`;
 }
 
 async function pins() {
@@ -150,10 +160,11 @@ async function pins() {
 
 async function change(path, options) {
   try {
+    refused = "";
     await ask(path, options);
     await pins();
   } catch (error) {
-    at("trust").textContent = error.message;
+    at("trust").textContent = refused = error.message;
   }
 }
 
@@ -195,11 +206,18 @@ function grown(nodes) {
   return root;
 }
 
+// Whether somebody looks at a part of the tree, which is not to go from under their hands.
+function watched() {
+  const field = at("icicle"), told = at("node");
+  return zoom !== tree || [field, told].some((each) => each.contains(document.activeElement) || each.matches(":hover"));
+}
+
 async function load() {
-  shownCache = at("cache").value;
-  shown = null;
-  if (!shownCache) { at("icicle").replaceChildren(); top([]); return; }
-  const data = await ask(`/v1/tree?cache=${shownCache}&depth=64&limit=4000`);
+  const wanted = at("cache").value;
+  const data = wanted ? await ask(`/v1/tree?cache=${wanted}&depth=64&limit=4000`) : { cache: {}, nodes: [] };
+  if (wanted !== at("cache").value) return; // another one was chosen meanwhile
+  [shownCache, shownPages, shown] = [wanted, data.cache.pages || 0, null];
+  at("node").textContent = hint;
   tree = grown(data.nodes);
   tree.pageTokens = data.cache.page_tokens;
   zoom = tree;
@@ -285,7 +303,9 @@ at("icicle").addEventListener("keydown", (event) => {
 });
 at("icicle").addEventListener("click", (event) => { if (event.target.node) into(event.target.node); });
 at("icicle").addEventListener("focusin", (event) => { if (event.target.node) show(event.target.node); });
-at("icicle").addEventListener("mouseover", (event) => { if (event.target.node) show(event.target.node); });
+at("icicle").addEventListener("mouseover", (event) => { // what was chosen stays, on the way to its button
+  if (event.target.node && !at("icicle").contains(document.activeElement)) show(event.target.node);
+});
 
 function show(node) {
   shown = node;
@@ -305,7 +325,7 @@ function top(nodes) {
 
 // -- start ----------------------------------------------------------------------------------------------------------
 
-at("cache").addEventListener("change", load);
+at("cache").addEventListener("change", () => load().catch(complain));
 at("add").addEventListener("change", () => curve().catch(() => {}));
 at("out").addEventListener("click", () => into(zoom.parent || tree));
 at("login").addEventListener("submit", (event) => {
@@ -320,5 +340,6 @@ addEventListener("resize", () => {
   if (tree) draw();
   if (held) focus(held.box ? held : zoom.children[0]);
 });
+addEventListener("visibilitychange", () => { if (!document.hidden) overview(); });
 overview();
-setInterval(overview, 5000);
+setInterval(() => { if (!document.hidden) overview(); }, 5000); // nobody sees a tab in the background
