@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from kvtier.device.base import Event, Facts, Shared, Stream
 from kvtier.device.host import raw
-from kvtier.device.ipc import LibCuda, Mappings, Opened
+from kvtier.device.ipc import Mappings, Opened
 from kvtier.device.kernels import Launch, Source, launch
+from kvtier.device.libcuda import LibCuda
 from kvtier.device.ops import Op
 from kvtier.numa import memory_on, node_of
 from kvtier.sources import source
@@ -60,14 +61,6 @@ def available() -> bool:
     return bool(cupy.is_available())
 
 
-def read(address: int, size: int) -> bytes:
-    """Bytes of the GPU's memory, now; blocks. Raises KvtierError(io)."""
-    out = np.empty(size, np.uint8)
-    with faults("reading GPU memory"):
-        runtime.memcpy(out.ctypes.data, address, size, runtime.memcpyDefault)
-    return out.tobytes()
-
-
 class CudaEvent:
     """A place in a CUDA stream. Any thread may wait for it."""
 
@@ -99,46 +92,7 @@ class CudaEvent:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the process the driver may be gone
-            runtime.eventDestroy(self.handle)
-
-
-class CudaDriver:
-    """Maps GPU memory of other processes (kvtier.device.ipc.Driver). One thread opens and closes."""
-
-    def __init__(self) -> None:
-        self._library = LibCuda()
-
-    def ordinal(self, uuid: bytes) -> int:
-        """The GPU of that uuid in this process."""
-        with faults("looking for a GPU"):
-            for number in range(runtime.getDeviceCount()):
-                if bytes(runtime.getDeviceProperties(number)["uuid"])[:16] == uuid:
-                    return number
-        raise KvtierError(Code.IO, f"no GPU {uuid.hex()} here")
-
-    def open_handle(self, ordinal: int, handle: bytes) -> int:
-        """Map an allocation of another process."""
-        with faults("opening an IPC handle"):
-            runtime.setDevice(ordinal)  # else it would be mapped by, and make a context on, the first GPU
-            return int(runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
-
-    def close_handle(self, ordinal: int, address: int) -> None:
-        """Unmap it."""
-        with faults("closing an IPC handle"):
-            runtime.setDevice(ordinal)
-            runtime.ipcCloseMemHandle(address)
-
-    def open_chunk(self, ordinal: int, fd: int, size: int) -> int:
-        """Map a VMM chunk."""
-        with faults("opening a chunk"):
-            runtime.setDevice(ordinal)
-        return self._library.map_chunk(ordinal, fd, size)
-
-    def close_chunk(self, ordinal: int, address: int, size: int) -> None:
-        """Unmap it."""
-        with faults("closing a chunk"):
-            runtime.setDevice(ordinal)
-        self._library.unmap_chunk(address, size)
+            self.device.drop("cuEventDestroy_v2", self.handle)
 
 
 class CudaStream:
@@ -168,7 +122,7 @@ class CudaStream:
     def __del__(self) -> None:
         if self._own:
             with contextlib.suppress(Exception):
-                runtime.streamDestroy(self.handle)
+                self.device.drop("cuStreamDestroy_v2", self.handle)
 
 
 class CudaBuffer:
@@ -279,7 +233,7 @@ class CudaDevice:
         self.ordinal = ordinal
         self._library = LibCuda()
         uuid, processors, batches = (
-            bytes(about["uuid"])[:16],
+            self._library.uuid(ordinal),
             int(about["multiProcessorCount"]),
             bool(self._library.batch),
         )
@@ -295,6 +249,10 @@ class CudaDevice:
         with faults(what):
             runtime.setDevice(self.ordinal)
             yield
+
+    def drop(self, call: str, handle: int) -> None:
+        """Destroy an event or a stream. In a thread new to it the runtime would make a context on the first GPU."""
+        self._library.drop(call, self.ordinal, handle)
 
     def stream(self, *, urgent: bool = False) -> CudaStream:
         """A new stream."""
@@ -324,7 +282,7 @@ class CudaDevice:
         """Map another process's memory."""
         if what.uuid != self.facts.uuid:
             raise KvtierError(Code.BAD_REQUEST, f"memory of another GPU than {self.facts.uuid.hex()}", "exported.uuid")
-        self._mappings = self._mappings or Mappings(CudaDriver())
+        self._mappings = self._mappings or Mappings(self._library)
         return CudaAttached(self._mappings, self._mappings.open(owner, what, fd))
 
     def pin(self, size: int) -> CudaPinned:
