@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ from kvtier.device.base import Facts
 from kvtier.device.find import open_device
 from kvtier.device.host import HostBuffer, HostDevice
 from kvtier.device.libcuda import LibCuda
+from kvtier.device.ops import summed
 from kvtier.types import Code, KvtierError
 
 
@@ -37,6 +42,23 @@ def test_without_a_driver_the_cpu_takes_its_place():
     found = open_device()
     assert isinstance(found.device, HostDevice)
     assert "no CUDA driver" in found.reason
+    assert "cudaError" in found.reason
+
+
+def test_a_cupy_that_cannot_be_imported_is_a_reason():
+    """It makes its folder for kernels when it is imported, in a home that may be read-only: the CPU takes its place."""
+    code = "from kvtier.device.find import open_device; print(open_device().reason)"
+    environment = {"HOME": "/proc/nowhere", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("cupy cannot be imported: "), done.stderr
+
+
+def test_a_gpu_that_does_not_open_is_a_reason(monkeypatch: pytest.MonkeyPatch):
+    """Another process has it for itself, say: the CPU takes its place, and the driver's words say why."""
+    monkeypatch.setattr(cuda, "missing", lambda: "")
+    found = open_device()
+    assert isinstance(found.device, HostDevice)
+    assert "opening the GPU: cudaError" in found.reason
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -183,3 +205,31 @@ def test_events_and_streams_that_go_in_any_thread_leave_it_the_gpu_that_it_had(o
     assert [name for name, ident in runtime.calls if ident == thread.ident] == []
     assert library._cuda.vmm_dropped() - before == 2
     assert seen == [0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Failed to find CUDA headers"), PermissionError("kernel_cache")])
+def test_a_kernel_that_cannot_be_made_is_io(opened: tuple[Any, Runtime], monkeypatch: pytest.MonkeyPatch, error: Any):
+    """No NVRTC, no headers, no folder for what is compiled: refused by name, as what the driver refuses."""
+
+    def fail(**_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cuda.cupy, "RawModule", fail)
+    with pytest.raises(KvtierError, match=f"compiling sums.cu: {error}") as caught:
+        opened[0].compile([summed(np.zeros(1, np.uint64), 4096, 0)])
+    assert caught.value.code is Code.IO
+
+
+def test_a_kernel_is_looked_up_once(opened: tuple[Any, Runtime], monkeypatch: pytest.MonkeyPatch):
+    """Each look-up asks the driver anew, which a launch must not pay for."""
+    asked = []
+
+    def get_function(name: str) -> Any:
+        asked.append(name)
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=77))
+
+    monkeypatch.setattr(cuda.cupy, "RawModule", lambda **_: SimpleNamespace(get_function=get_function))
+    op = summed(np.zeros(1, np.uint64), 4096, 0)
+    opened[0].compile([op, op])
+    opened[0].compile([op])
+    assert asked == ["sum_slots"]

@@ -46,19 +46,22 @@ MAPPED: Final = 3
 
 @contextlib.contextmanager
 def faults(what: str) -> Iterator[None]:
-    """The runtime's errors as KvtierError: no_space where memory ran out, else io."""
+    """What driver, compiler and installation say as KvtierError: no_space where memory ran out, else io."""
     try:
         yield
     except runtime.CUDARuntimeError as exc:
         code = Code.NO_SPACE if exc.status == NO_MEMORY else Code.IO
         raise KvtierError(code, f"{what}: {exc}") from exc
-    except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError) as exc:
+    except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as exc:  # no NVRTC, no headers, no cache folder
         raise KvtierError(Code.IO, f"{what}: {exc}") from exc
 
 
-def available() -> bool:
-    """Whether a driver and a GPU are there; never raises."""
-    return bool(cupy.is_available())
+def missing() -> str:
+    """Why there is no GPU; empty: there is one. Never raises."""
+    try:
+        return "" if runtime.getDeviceCount() else "none is visible"
+    except RuntimeError as exc:
+        return str(exc)
 
 
 class CudaEvent:
@@ -240,6 +243,7 @@ class CudaDevice:
         self.facts = Facts(name, uuid, processors, int(compute), driver, batches, reaches, pci)
         self.node = node_of(pci)
         self._modules: dict[Source, Any] = {}
+        self._kernels: dict[tuple[Source, str], Any] = {}
         self._tables = Tables(self)
         self._mappings: Mappings | None = None
 
@@ -350,4 +354,7 @@ class CudaDevice:
             options = ("-std=c++17", *(f"-D{define}" for define in made.source.defines))
             code = source("cuda", made.source.file).read_text()
             self._modules[made.source] = cupy.RawModule(code=code, options=options)
-        return int(self._modules[made.source].get_function(made.name).kernel.ptr)
+        key = made.source, made.name
+        if key not in self._kernels:  # cupy would ask the driver at each launch
+            self._kernels[key] = self._modules[made.source].get_function(made.name).kernel
+        return int(self._kernels[key].ptr)
