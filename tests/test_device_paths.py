@@ -128,7 +128,7 @@ def test_a_batch_of_copies_is_one_of_the_ways(tmp_path: Path):
 
 
 def test_a_way_that_the_driver_refuses_is_none(tmp_path: Path):
-    """The call is there and fails, as some drivers do: the other ways are measured, it is tried once and never taken."""
+    """The call is there and fails, as some drivers do: the others are measured, it is tried once and never taken."""
 
     class Refusing(Costly):
         def copies(self, targets: Any, sources: Any, sizes: Any, stream: Any, batched: bool = False) -> None:

@@ -10,6 +10,7 @@ import pytest
 import xxhash
 
 from enginekv import EngineKv, Shape
+from kvtier.device.base import Event
 from kvtier.device.host import HostBuffer, HostDevice
 from kvtier.device.shuttle import MOST_TRANSFERS, Shuttle, Transfer, Way
 from kvtier.types import Code, KvtierError
@@ -233,11 +234,11 @@ def test_transfers_of_which_only_an_event_was_waited_for_are_over():
 
 
 def test_a_transfer_that_is_begun_while_another_thread_ends_one_is_known():
-    """One thread steps and begins transfers, another waits for them: no place among those in flight is lost for good."""
+    """One thread steps and begins transfers, another waits for them: no place among those in flight is lost."""
     story = Story(LazyDevice(0), direct=True)
     slots = story.slots()
     addresses = np.array([slot.address for slot in slots], np.uint64)
-    shuttle, begun = story.shuttle, []
+    shuttle, begun, armed = story.shuttle, list[Event](), list[bool]()
 
     def begin() -> None:
         begun.append(shuttle.store(np.arange(PAGES), addresses).done)
@@ -247,12 +248,14 @@ def test_a_transfer_that_is_begun_while_another_thread_ends_one_is_known():
 
         def __iter__(self) -> Iterator[Transfer]:
             yield from list.__iter__(self)
-            if not begun:
+            if armed:
+                armed.clear()
                 begin()
 
     for _ in range(MOST_TRANSFERS + 3):
         ended = shuttle.store(np.arange(PAGES), addresses)
-        shuttle._flying = Flying(shuttle._flying)
+        armed.append(True)
+        shuttle._flying = Flying(shuttle._flying[:])
         ended.wait()
         assert all(each.synchronize() for each in begun)
         begun.clear()
