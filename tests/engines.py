@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from kvtier import wire
+from kvtier.device.libcuda import LibCuda
 from kvtier.identity import CacheSpec, GroupSpec, Slice, shape_of
 from kvtier.store import Store
 from kvtier.tiers.slab import ARENA_SHIFT, OFFSET_MASK
@@ -39,9 +40,7 @@ def content(keys: bytes, group: int, nbytes: int) -> np.ndarray:
 
 def read(address: int, size: int) -> bytes:
     """Bytes of a GPU."""
-    from kvtier.device import cuda
-
-    return cuda.read(address, size)
+    return LibCuda().read(0, address, size)
 
 
 def write(address: int, data: np.ndarray) -> None:

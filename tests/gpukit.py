@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvtier.device.libcuda import LibCuda
 from kvtier.types import Code, KvtierError
 from kvtier.wire import HANDLE_BYTES, Exported
 from lazydevice import LazyDevice
@@ -137,6 +138,5 @@ class Kv:
         """What they are now."""
         if self._gpu is None:
             return self._data.copy()
-        from kvtier.device.cuda import read
-
-        return np.frombuffer(read(self._memory.address, self._memory.bytes), np.uint8)
+        found = LibCuda().read(self._gpu.ordinal, self._memory.address, self._memory.bytes)
+        return np.frombuffer(found, np.uint8)

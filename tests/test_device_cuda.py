@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +19,13 @@ cupy = pytest.importorskip("cupy", reason="cupy is not installed")
 if cupy.is_available():
     pytest.skip("there is a GPU: tests/test_gpu.py runs it", allow_module_level=True)
 
+import driverkit
 from kvtier.device import cuda
 from kvtier.device.base import Facts
 from kvtier.device.find import open_device
 from kvtier.device.host import HostBuffer, HostDevice
+from kvtier.device.libcuda import LibCuda
+from kvtier.device.ops import summed
 from kvtier.types import Code, KvtierError
 
 
@@ -34,6 +42,23 @@ def test_without_a_driver_the_cpu_takes_its_place():
     found = open_device()
     assert isinstance(found.device, HostDevice)
     assert "no CUDA driver" in found.reason
+    assert "cudaError" in found.reason
+
+
+def test_a_cupy_that_cannot_be_imported_is_a_reason():
+    """It makes its folder for kernels when it is imported, in a home that may be read-only: the CPU takes its place."""
+    code = "from kvtier.device.find import open_device; print(open_device().reason)"
+    environment = {"HOME": "/proc/nowhere", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("cupy cannot be imported: "), done.stderr
+
+
+def test_a_gpu_that_does_not_open_is_a_reason(monkeypatch: pytest.MonkeyPatch):
+    """Another process has it for itself, say: the CPU takes its place, and the driver's words say why."""
+    monkeypatch.setattr(cuda, "missing", lambda: "")
+    found = open_device()
+    assert isinstance(found.device, HostDevice)
+    assert "opening the GPU: cudaError" in found.reason
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -67,19 +92,15 @@ RAW: dict[str, Callable[[], Any]] = {
     "streamCreateWithPriority": lambda: cuda.runtime.streamCreateWithPriority(cuda.runtime.streamNonBlocking, -1),
     "streamSynchronize": lambda: cuda.runtime.streamSynchronize(0),
     "streamWaitEvent": lambda: cuda.runtime.streamWaitEvent(0, 0),
-    "streamDestroy": lambda: cuda.runtime.streamDestroy(0),
     "eventCreateWithFlags": lambda: cuda.runtime.eventCreateWithFlags(
         cuda.runtime.eventDisableTiming | cuda.runtime.eventBlockingSync
     ),
     "eventRecord": lambda: cuda.runtime.eventRecord(0, 0),
     "eventSynchronize": lambda: cuda.runtime.eventSynchronize(0),
-    "eventDestroy": lambda: cuda.runtime.eventDestroy(0),
     "memcpyAsync": lambda: cuda.runtime.memcpyAsync(0, 0, 4, cuda.runtime.memcpyDefault, 0),
     "deviceGetAttribute": lambda: cuda.runtime.deviceGetAttribute(cuda.HOST_TABLES, 0),
     "deviceGetPCIBusId": lambda: cuda.runtime.deviceGetPCIBusId(0),
     "getDeviceProperties": lambda: cuda.runtime.getDeviceProperties(0),
-    "ipcOpenMemHandle": lambda: cuda.runtime.ipcOpenMemHandle(bytes(64), cuda.runtime.cudaIpcMemLazyEnablePeerAccess),
-    "ipcCloseMemHandle": lambda: cuda.runtime.ipcCloseMemHandle(64),
 }
 
 
@@ -122,3 +143,93 @@ def test_tables_that_a_stuck_launch_holds_are_not_waited_for_for_ever():
     tables.sent(Never())
     with pytest.raises(KvtierError, match="did not end a launch"):
         tables._room(4096)
+
+
+class Runtime:
+    """Cupy's runtime as it answers where there is a GPU, by what it notes of each call."""
+
+    eventDisableTiming, eventBlockingSync, streamNonBlocking = 2, 1, 1  # noqa: N815 - cupy's names
+    CUDARuntimeError = cuda.runtime.CUDARuntimeError
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        """What was called in which thread."""
+
+    def getDeviceProperties(self, ordinal: int) -> dict[str, Any]:  # noqa: N802
+        """A uuid ends at its first zero byte, as Cython makes bytes of an array of chars."""
+        return {"name": b"a GPU", "uuid": b"\x90\x01", "major": 9, "minor": 0, "multiProcessorCount": 132}
+
+    def deviceGetPCIBusId(self, ordinal: int) -> str:  # noqa: N802
+        return "0000:3B:00.0"
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any) -> int:
+            self.calls.append((name, threading.get_ident()))
+            return 4096
+
+        return call
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Runtime]:
+    """A device by such a runtime and the driver of tests/vmm_driver.c."""
+    driverkit.use(monkeypatch)
+    runtime = Runtime()
+    monkeypatch.setattr(cuda, "runtime", runtime)
+    monkeypatch.setattr(cuda, "Tables", lambda device: None)
+    return cuda.CudaDevice(1), runtime
+
+
+def test_a_gpu_keeps_all_bytes_of_its_uuid(opened: tuple[Any, Runtime]):
+    """One in sixteen has a zero within, and cupy's own answer ends there: what names it in frames has all 16."""
+    device, _ = opened
+    assert len(device.facts.uuid) == 16
+    assert LibCuda().ordinal(device.facts.uuid) == 1
+
+
+def test_events_and_streams_that_go_in_any_thread_leave_it_the_gpu_that_it_had(opened: tuple[Any, Runtime]):
+    """The runtime would make a context on the first GPU in a thread that never said which: it is not asked there."""
+    device, runtime = opened
+    held = [device.stream()]
+    held.append(held[0].record())
+    library, before = LibCuda(), LibCuda()._cuda.vmm_dropped()
+    seen = []
+
+    def let_go() -> None:
+        held.clear()
+        seen.append(driverkit.current(library))
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    thread.join()
+    assert [name for name, ident in runtime.calls if ident == thread.ident] == []
+    assert library._cuda.vmm_dropped() - before == 2
+    assert seen == [0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Failed to find CUDA headers"), PermissionError("kernel_cache")])
+def test_a_kernel_that_cannot_be_made_is_io(opened: tuple[Any, Runtime], monkeypatch: pytest.MonkeyPatch, error: Any):
+    """No NVRTC, no headers, no folder for what is compiled: refused by name, as what the driver refuses."""
+
+    def fail(**_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(cuda.cupy, "RawModule", fail)
+    with pytest.raises(KvtierError, match=f"compiling sums.cu: {error}") as caught:
+        opened[0].compile([summed(np.zeros(1, np.uint64), 4096, 0)])
+    assert caught.value.code is Code.IO
+
+
+def test_a_kernel_is_looked_up_once(opened: tuple[Any, Runtime], monkeypatch: pytest.MonkeyPatch):
+    """Each look-up asks the driver anew, which a launch must not pay for."""
+    asked = []
+
+    def get_function(name: str) -> Any:
+        asked.append(name)
+        return SimpleNamespace(kernel=SimpleNamespace(ptr=77))
+
+    monkeypatch.setattr(cuda.cupy, "RawModule", lambda **_: SimpleNamespace(get_function=get_function))
+    op = summed(np.zeros(1, np.uint64), 4096, 0)
+    opened[0].compile([op, op])
+    opened[0].compile([op])
+    assert asked == ["sum_slots"]

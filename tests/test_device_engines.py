@@ -159,6 +159,18 @@ def test_an_engine_that_maps_other_memory_is_refused(daemon: Daemon, monkeypatch
         assert set(read(mine)) == {0}
 
 
+def test_an_engine_whose_kernels_do_not_reach_the_memory_goes_by_host(daemon: Daemon):
+    """It computes on a GPU, the tier's memory is the CPU's: no address there is named to it."""
+    with engine(daemon, "gpu") as mine:
+        assert not mine.map_device(b"\x01" * 16)
+        assert "this engine computes on 0101" in mine.device.reason
+        assert put(mine, device=True) == PAGES
+        assert set(read(mine)) == {0}
+        assert mine.map_device(bytes(16))
+    with engine(daemon, "scheduler") as other:
+        assert other.map_device()
+
+
 @pytest.mark.slow
 def test_after_a_restart_the_device_is_mapped_again(tmp_path: Path):
     """A daemon that was killed and started again: the next connection maps its new memory by itself."""

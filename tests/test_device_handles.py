@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -144,10 +143,10 @@ def test_device_memory_that_cannot_be_read_is_unmapped_again(monkeypatch: pytest
     driver = Driver()
 
     def read(*_: int) -> bytes:
-        raise KvtierError(Code.IO, "reading GPU memory: an illegal memory access")
+        raise KvtierError(Code.IO, "cuMemcpyDtoH_v2: an illegal memory access")
 
-    cuda = SimpleNamespace(CudaDriver=lambda: driver, read=read)
-    monkeypatch.setitem(sys.modules, "kvtier.device.cuda", cuda)
+    driver.read = read
+    monkeypatch.setattr("kvtier.device.libcuda.LibCuda", lambda: driver)
     device = MappedDevice(Identity("engine", "", events=False))
     device.wanted = True
     joined: Any = SimpleNamespace(arenas=Arenas([], []), device=-1, welcome=SimpleNamespace(session=1))

@@ -127,6 +127,32 @@ def test_a_batch_of_copies_is_one_of_the_ways(tmp_path: Path):
     assert older.launches
 
 
+def test_a_way_that_the_driver_refuses_is_none(tmp_path: Path):
+    """The call is there and fails, as some drivers do: the others are measured, it is tried once and never taken."""
+
+    class Refusing(Costly):
+        def copies(self, targets: Any, sources: Any, sizes: Any, stream: Any, batched: bool = False) -> None:
+            super().copies(targets, sources, sizes, stream, batched)
+            if batched:
+                raise KvtierError(Code.IO, "cuMemcpyBatchAsync: invalid argument (1)")
+
+    device = Refusing(batches=True)
+    paths = Paths(device, tmp_path, lambda: device.now)
+    assert Way.BATCHED not in {paths.way(*case) for case in cases()}
+    assert sum(batched for _, batched in device.calls) == 1
+    again = Paths(device, tmp_path, lambda: 1 / 0)
+    assert again.seconds == paths.seconds
+
+
+def test_a_device_that_fails_has_no_table(tmp_path: Path):
+    """What no driver refuses was: nothing is kept, and it is the caller's to hear."""
+    device = Costly()
+    device.launch = lambda *_: (_ for _ in ()).throw(KvtierError(Code.IO, "an illegal memory access"))
+    with pytest.raises(KvtierError, match="illegal"):
+        Paths(device, tmp_path, lambda: device.now)
+    assert not list(tmp_path.iterdir())
+
+
 def test_slots_that_are_not_pinned_have_a_table_of_their_own(tmp_path: Path):
     """Kernels are not among the ways, unless they reach all host memory."""
     device, grace = Costly(), Costly(400e9, 300e9, reaches=True)

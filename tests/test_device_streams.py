@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import xxhash
 
 from enginekv import EngineKv, Shape
+from kvtier.device.base import Event
 from kvtier.device.host import HostBuffer, HostDevice
 from kvtier.device.shuttle import MOST_TRANSFERS, Shuttle, Transfer, Way
 from kvtier.types import Code, KvtierError
@@ -228,4 +230,33 @@ def test_transfers_of_which_only_an_event_was_waited_for_are_over():
     addresses = np.array([slot.address for slot in slots], np.uint64)
     for _ in range(MOST_TRANSFERS + 3):
         assert story.shuttle.store(np.arange(PAGES), addresses).done.synchronize()
+    story.shuttle.close()
+
+
+def test_a_transfer_that_is_begun_while_another_thread_ends_one_is_known():
+    """One thread steps and begins transfers, another waits for them: no place among those in flight is lost."""
+    story = Story(LazyDevice(0), direct=True)
+    slots = story.slots()
+    addresses = np.array([slot.address for slot in slots], np.uint64)
+    shuttle, begun, armed = story.shuttle, list[Event](), list[bool]()
+
+    def begin() -> None:
+        begun.append(shuttle.store(np.arange(PAGES), addresses).done)
+
+    class Flying(list[Transfer]):
+        """Those in flight; who has looked at all of them is held up while the other thread begins one, once."""
+
+        def __iter__(self) -> Iterator[Transfer]:
+            yield from list.__iter__(self)
+            if armed:
+                armed.clear()
+                begin()
+
+    for _ in range(MOST_TRANSFERS + 3):
+        ended = shuttle.store(np.arange(PAGES), addresses)
+        armed.append(True)
+        shuttle._flying = Flying(shuttle._flying[:])
+        ended.wait()
+        assert all(each.synchronize() for each in begun)
+        begun.clear()
     story.shuttle.close()

@@ -596,6 +596,31 @@ async def test_a_flush_is_not_refused_for_what_is_stored_meanwhile(
         engine.leave()
 
 
+async def test_a_flush_does_not_forget_what_was_joined_to_a_new_page_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Any
+):
+    """What only the device had when it began has no room in host: it says so, also where its nodes are one by then."""
+    async with over(device, 8, tmp_path, host=0) as store:
+        engine = await joined(store)
+        engine.patient = False
+        assert await engine.put(tokens(*range(2))) == 2
+        assert await engine.put(tokens(*range(4)), start=2) == 2
+        demote, index = store.parts.vram.demote, next(iter(store.parts.caches.values())).radix
+        settled, later = demote.settled, []
+
+        async def meanwhile() -> None:
+            await settled()
+            if not later:
+                await engine.put(tokens(*range(6)), start=4)
+                later.append(index.join(next(n for n in index.walk() if not n.children)))
+
+        monkeypatch.setattr(demote, "settled", meanwhile)
+        with pytest.raises(KvtierError, match="no room in host"):
+            await engine._call(wire.Flush())
+        assert later == [2]
+        engine.leave()
+
+
 async def test_host_pages_after_device_pages_become_durable_by_themselves(tmp_path: Path, device: Any):
     """The device had room for the first pages only: those in host are on disk too, without a flush, and are told."""
     async with over(device, 64, tmp_path) as store:

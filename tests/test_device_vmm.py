@@ -6,10 +6,8 @@ calls, the descriptors, the socket and the mappings are real, the driver is not.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,46 +17,15 @@ from typing import Any
 
 import pytest
 
-from kvtier.device.ipc import Exported, LibCuda, Mappings
+from driverkit import built, use
+from kvtier.device.ipc import Exported, Mappings
+from kvtier.device.libcuda import LibCuda
 from kvtier.types import Code, KvtierError
 from storekit import KINDS, gpu
-from vmmproc import CHUNK, OFFSET, SIZE, context, read, write
+from vmmproc import CHUNK, OFFSET, SIZE, write
 
 HERE = Path(__file__).parent
 FAILING = ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]
-
-
-class Driver:
-    """What Mappings asks, of one library."""
-
-    def __init__(self, library: LibCuda) -> None:
-        self.library = library
-
-    def ordinal(self, uuid: bytes) -> int:
-        del uuid
-        return 0
-
-    def open_chunk(self, ordinal: int, fd: int, size: int) -> int:
-        return self.library.map_chunk(ordinal, fd, size)
-
-    def close_chunk(self, ordinal: int, address: int, size: int) -> None:
-        del ordinal
-        self.library.unmap_chunk(address, size)
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a libcuda.so.1 for processes without a GPU."""
-    cc, nvcc = shutil.which("gcc"), shutil.which("nvcc")
-    if cc is None:
-        pytest.skip("no C compiler is here")
-    out = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    include = sorted(Path("/usr/local").glob("cuda*/include/cuda.h")) if nvcc else []
-    flags = [f"-I{include[-1].parent}"] if include else []
-    command = [cc, "-shared", "-fPIC", "-O1", "-Wall", "-Werror", *flags, "-o", str(out), str(HERE / "vmm_driver.c")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return out.parent
 
 
 @pytest.fixture(params=KINDS)
@@ -67,24 +34,20 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def library(kind: str, built: Path, monkeypatch: pytest.MonkeyPatch) -> LibCuda:
+def library(kind: str, monkeypatch: pytest.MonkeyPatch) -> LibCuda:
     """The driver of this process."""
     if kind == "gpu":
         gpu()
-        made = LibCuda()
-        context(made)
-        return made
-    load = ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(built / name)))
-    made = LibCuda()
-    monkeypatch.undo()
-    return made
+    else:
+        use(monkeypatch)
+    return LibCuda()
 
 
 class Owner:
     """An engine process with a chunk."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, uuid: bytes, environment: dict[str, str]) -> None:
+        self.uuid = uuid
         self.sock, theirs = socket.socketpair()
         command = [sys.executable, str(HERE / "vmmproc.py"), str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | environment)
@@ -98,7 +61,7 @@ class Owner:
         self.send("share", byte)
         told, fds, _, _ = socket.recv_fds(self.sock, 4096, 1)
         allocation, offset, size, chunk = json.loads(told)
-        return Exported(bytes(16), b"", allocation, offset, size, chunk), fds[0]
+        return Exported(self.uuid, b"", allocation, offset, size, chunk), fds[0]
 
     def ask(self, *words: Any) -> Any:
         self.send(*words)
@@ -111,8 +74,8 @@ class Owner:
 
 
 @pytest.fixture
-def owner(kind: str, built: Path, library: LibCuda) -> Iterator[Owner]:
-    one = Owner({"LD_LIBRARY_PATH": str(built)} if kind == "cpu" else {})
+def owner(kind: str, library: LibCuda) -> Iterator[Owner]:
+    one = Owner(library.uuid(0), {"LD_LIBRARY_PATH": str(built())} if kind == "cpu" else {})
     yield one
     one.close()
 
@@ -124,7 +87,7 @@ def left(library: LibCuda, kind: str) -> int:
 
 def test_a_chunk_of_another_process_is_mapped_read_and_written(owner: Owner, library: LibCuda, kind: str):
     """One chunk, one descriptor: the same memory in both processes, mapped once for two stretches, then let go of."""
-    mappings = Mappings(Driver(library))
+    mappings = Mappings(library)
     told, fd = owner.share("5a")
     assert (told.allocation, told.offset, told.size) == (CHUNK, OFFSET, SIZE)
     first = mappings.open("engine", told, fd)
@@ -133,23 +96,23 @@ def test_a_chunk_of_another_process_is_mapped_read_and_written(owner: Owner, lib
     second = mappings.open("engine", again, fd)
     os.close(fd)
     assert first.address == second.address
-    assert read(library, first.address, SIZE) == b"\x5b" * SIZE
+    assert library.read(0, first.address, SIZE) == b"\x5b" * SIZE
     write(library, first.address, b"kvtr")
     assert owner.ask("look") == b"kvtr".hex()
     mappings.close(first)
-    assert read(library, second.address, 4) == b"kvtr"
+    assert library.read(0, second.address, 4) == b"kvtr"
     mappings.close(second)
     assert left(library, kind) == 0
 
 
 def test_memory_of_a_dead_process_stays_until_it_is_unmapped(owner: Owner, library: LibCuda, kind: str):
     """Killed in the middle of what is copied: the bytes are there until the last stretch is closed, and then gone."""
-    mappings = Mappings(Driver(library))
+    mappings = Mappings(library)
     told, fd = owner.share("77")
     opened = mappings.open("engine", told, fd)
     os.close(fd)
     owner.close()
-    assert read(library, opened.address, SIZE) == b"\x77" * SIZE
+    assert library.read(0, opened.address, SIZE) == b"\x77" * SIZE
     mappings.close(opened)
     assert mappings.bytes == 0
     assert left(library, kind) == 0
@@ -169,7 +132,7 @@ def test_a_stretch_over_several_chunks_is_refused_and_keeps_no_descriptor(owner:
 @pytest.mark.parametrize("name", FAILING)
 def test_a_driver_that_fails_midway_leaves_nothing_mapped(name: str, owner: Owner, library: LibCuda):
     """Whichever call fails: io by its name and with advice, all before it is undone, and the next try works."""
-    mappings = Mappings(Driver(library))
+    mappings = Mappings(library)
     told, fd = owner.share("11")
     library._cuda.vmm_fail(name.encode())
     with pytest.raises(KvtierError, match=f"{name}: injected.*--ipc=host") as caught:
@@ -178,6 +141,6 @@ def test_a_driver_that_fails_midway_leaves_nothing_mapped(name: str, owner: Owne
     assert left(library, "cpu") == 0
     opened = mappings.open("engine", told, fd)
     os.close(fd)
-    assert read(library, opened.address, 2) == b"\x11\x11"
+    assert library.read(0, opened.address, 2) == b"\x11\x11"
     mappings.close(opened)
     assert left(library, "cpu") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.identity import CacheSpec, GroupSpec, chain_keys
 from kvtier.index import KeyedIndex, Order, RadixIndex
-from kvtier.index.node import LOCAL
+from kvtier.index.node import LOCAL, Node
 from kvtier.policy import Policy
 from kvtier.types import NO_COPY, Kind, Tier
 
@@ -493,6 +494,39 @@ def test_dead_tails_go_before_colder_pages_that_can_be_resumed() -> None:
     _, node = order.pop()
     assert node.edge == keys_of((7, 8, 9), 1)
     assert index.tail(node, Tier.HOST) == (1, 3)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_walk_meets_every_page_whatever_is_split_and_joined_meanwhile(seed: int) -> None:
+    """It may wait between two nodes: pages that a split gives to a node above, or a join to one below, are met too."""
+    pick = random.Random(seed)
+    index = radix(1, (FULL,))
+    for _ in range(6):
+        path = tuple(pick.randrange(2) for _ in range(10))
+        index.publish(index.extend(keys_of(path, 1), 1.0), 10)
+    for number, node in enumerate(index.walk()):
+        handles = range(10 * number, 10 * number + node.pages)
+        index.put(node, 0, Tier.HOST, 0, list(handles), [0] * node.pages)
+
+    def nodes() -> list[Node]:
+        return list(index.walk())
+
+    def pages(node: Node) -> set[bytes]:
+        whole = b"".join(each.edge for each in index.path(node))
+        return {whole[: (node.depth + n + 1) * index.stride] for n in range(node.pages)}
+
+    before = set().union(*map(pages, nodes()))
+    met: set[bytes] = set()
+    for node in index.walk():
+        met |= set() if node.dead else pages(node)
+        for _ in range(pick.randrange(3)):
+            other = pick.choice(nodes())
+            if pick.random() < 0.5 and other.pages > 1:
+                index.split(other, pick.randrange(1, other.pages))
+            else:
+                index.join(other)
+    assert met == before
+    assert index.check() == []
 
 
 keyed_names = st.tuples(st.integers(0, 1), st.integers(0, 5))

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,13 +191,30 @@ def test_many_pages_go_by_few_chunks(vllm: Any, daemon: Daemon, monkeypatch: pyt
 # -- the device tier ---------------------------------------------------------------------------------------------------
 
 
+def test_a_worker_maps_only_the_memory_that_its_kernels_reach(vllm: Any):
+    """It says on which GPU it computes: ranks on others, to which the daemon's memory would be a fault, go by host."""
+    asked = []
+
+    def map_device(uuid: bytes) -> bool:
+        asked.append(uuid)
+        return uuid == b"g" * 16
+
+    worker = vllm.worker.Worker.__new__(vllm.worker.Worker)
+    worker._client = SimpleNamespace(map_device=map_device, device=SimpleNamespace(reason="another GPU"))
+    worker._cache = SimpleNamespace(groups=[SimpleNamespace(slots_per_item=1)])
+    for uuid in (b"g" * 16, b"h" * 16):
+        worker._copies = SimpleNamespace(uuid=uuid)
+        assert worker._maps() == (uuid == b"g" * 16)
+    assert asked == [b"g" * 16, b"h" * 16]
+
+
 def test_slots_on_the_device_are_read_and_written_straight(vllm: Any, tmp_path: Path, device: Any):
     """An engine that maps the daemon's device tier: kernels move between blocks and slots there, nothing crosses."""
     which = "cuda:0" if device.facts.compute else "cpu"
     flags = [f"--device-which={which}", "--device-bytes=16MiB"]
     with Daemon(tmp_path, host="64MiB", disk="0", flags=flags) as daemon:
         engine = Engine(vllm, device, daemon, "LBNHC")
-        assert engine.client.map_device(), engine.client.device.reason
+        assert engine.client.map_device(engine.copies.uuid), engine.client.device.reason
         engine.send(np.random.default_rng(0).integers(0, 256, len(engine.kv.bytes), np.uint8))
         blocks, others = [3, 4, 1, 9, 6], [2, 7, 8, 5, 11]
         before = engine.pages(blocks)

@@ -12,17 +12,10 @@ import socket
 import sys
 from pathlib import Path
 
-from kvtier.device.ipc import LibCuda
+from kvtier.device.libcuda import LibCuda
 from kvtier.types import KvtierError
 
 CHUNK, OFFSET, SIZE = 4 << 20, 8192, 65536
-
-
-def context(library: LibCuda) -> None:
-    """What copies need."""
-    current = ctypes.c_void_p()
-    library.call("cuDevicePrimaryCtxRetain", ctypes.byref(current), 0)
-    library.call("cuCtxSetCurrent", current)
 
 
 def take(library: LibCuda, size: int) -> int:
@@ -46,37 +39,30 @@ def take(library: LibCuda, size: int) -> int:
     return address.value
 
 
-def read(library: LibCuda, address: int, size: int) -> bytes:
-    """Bytes of it."""
-    out = ctypes.create_string_buffer(size)
-    library.call("cuMemcpyDtoH_v2", out, ctypes.c_uint64(address), ctypes.c_size_t(size))
-    return out.raw
-
-
 def write(library: LibCuda, address: int, data: bytes) -> None:
-    """The other way."""
-    library.call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
+    """Put bytes there."""
+    with library.current(0):
+        library.call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), data, ctypes.c_size_t(len(data)))
 
 
 def main() -> None:
     """Serve the test."""
     library = LibCuda()
-    context(library)
     address = take(library, CHUNK)
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         for line in sock.makefile():
             verb, *arguments = json.loads(line)
             if verb == "share":
                 write(library, address + OFFSET, bytes.fromhex(arguments[0]) * SIZE)
-                told, fd = library.export(bytes(16), address + OFFSET, SIZE)
+                told, fd = library.export(library.uuid(0), address + OFFSET, SIZE)
                 answer = [told.allocation, told.offset, told.size, told.chunk]
                 socket.send_fds(sock, [json.dumps(answer).encode()], [fd])
                 os.close(fd)
             elif verb == "look":
-                sock.sendall(json.dumps(read(library, address + OFFSET, 4).hex()).encode())
+                sock.sendall(json.dumps(library.read(0, address + OFFSET, 4).hex()).encode())
             elif verb == "several":
                 try:
-                    library.export(bytes(16), address + CHUNK - 4096, 8192)
+                    library.export(library.uuid(0), address + CHUNK - 4096, 8192)
                 except KvtierError as exc:
                     sock.sendall(json.dumps([exc.message, len(list(Path("/proc/self/fd").iterdir()))]).encode())
 

@@ -62,9 +62,9 @@ class AsyncClient:
         await self.attempt(cache.entering(), None)
         return cache
 
-    async def map_device(self) -> bool:
+    async def map_device(self, uuid: bytes = b"") -> bool:
         """See sync.Client.map_device."""
-        return await self.attempt(self.device.mapping(), default=False)
+        return await self.attempt(self.device.mapping(uuid), default=False)
 
     async def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> AsyncRegion:
         """See sync.Client.register."""

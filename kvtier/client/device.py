@@ -31,6 +31,7 @@ class MappedDevice:
     def __init__(self, who: Identity) -> None:
         self._who = who
         self.wanted = False
+        self._uuid = b""
         self.reason = "not asked for"
         """Why addresses in device memory do not come; empty where they do."""
 
@@ -44,7 +45,7 @@ class MappedDevice:
                 "tuple[wire.DeviceMapped, list[int]]",
                 (yield Borrow(wire.MapDevice(self._who.instance, self._who.scope), wire.DeviceMapped)),
             )
-            token = _map(joined, told, fds)
+            token = _map(joined, told, fds, self._uuid)
             yield Call(joined, wire.UseDevice(token), wire.Ok)
         except (Away, KvtierError) as exc:
             self.reason = str(exc)
@@ -53,18 +54,19 @@ class MappedDevice:
         else:
             self.reason = ""
 
-    def mapping(self) -> Steps[bool]:
+    def mapping(self, uuid: bytes) -> Steps[bool]:
         """Ask for it from now on; whether this connection has it."""
-        self.wanted = True
+        self.wanted, self._uuid = True, uuid
         joined = cast("Joined", (yield Join()))
         if joined.device < 0:
             yield from self.entering(joined)
         return joined.device >= 0
 
 
-def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
-    """Map what the daemon told of; the token found there. Raises io, bad_request."""
+def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int], uuid: bytes) -> bytes:
+    """Map what the daemon told of, on that GPU if one is said; the token found there. Raises io, bad_request."""
     try:
+        _expect(uuid, told.exported.uuid)
         token = (_map_gpu if any(told.exported.uuid) else _map_host)(joined, told, fds)
     except KvtierError:
         joined.arenas.forget(told.arena)  # what is mapped and cannot be read
@@ -74,6 +76,12 @@ def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
             os.close(fd)
     joined.device = told.arena
     return token
+
+
+def _expect(uuid: bytes, there: bytes) -> None:
+    """Raise io for memory of another GPU: kernels would fault there, and take the engine's context with them."""
+    if uuid and uuid != there:
+        raise KvtierError(Code.IO, f"the device tier is on GPU {there.hex()}, this engine computes on {uuid.hex()}")
 
 
 def _map_host(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
@@ -90,12 +98,10 @@ def _map_host(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
 
 def _map_gpu(joined: Joined, told: wire.DeviceMapped, fds: list[int]) -> bytes:
     """GPU memory: this process has only its address."""
-    try:
-        ipc: Any = importlib.import_module("kvtier.device.ipc")
-        cuda: Any = importlib.import_module("kvtier.device.cuda")
-    except ImportError as exc:
-        raise KvtierError(Code.IO, f"GPU memory cannot be mapped here: {exc}") from exc
-    mappings = ipc.Mappings(cuda.CudaDriver())
+    ipc: Any = importlib.import_module("kvtier.device.ipc")
+    libcuda: Any = importlib.import_module("kvtier.device.libcuda")
+    driver = libcuda.LibCuda()
+    mappings = ipc.Mappings(driver)
     opened = mappings.open(joined.welcome.session, told.exported, fds[0] if fds else -1)
     joined.arenas.place(told.arena, opened.address, told.size, lambda: mappings.close(opened))
-    return bytes(cuda.read(opened.address + told.size, TOKEN_BYTES))
+    return bytes(driver.read(driver.ordinal(told.exported.uuid), opened.address + told.size, TOKEN_BYTES))

@@ -74,12 +74,13 @@ class Client:
         self.attempt(cache.entering(), None)
         return cache
 
-    def map_device(self) -> bool:
+    def map_device(self, uuid: bytes = b"") -> bool:
         """Read device memory in place from now on, on later connections too; whether this one does.
 
+        `uuid`: of the GPU whose kernels are to reach it (`device.facts.uuid`), which must be the memory's own.
         Where not, `device.reason` says why, and everything is read from host.
         """
-        return self.attempt(self.device.mapping(), default=False)
+        return self.attempt(self.device.mapping(uuid), default=False)
 
     def register(self, name: str, fd: int, offset: int, stride: int, rows: int) -> Region:
         """Memory of the engine's own: `rows` rows of `stride` bytes at `offset` of `fd`, for loads and stores."""

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from kvtier.device.base import Event, Facts, Shared, Stream
 from kvtier.device.host import raw
-from kvtier.device.ipc import LibCuda, Mappings, Opened
+from kvtier.device.ipc import Mappings, Opened
 from kvtier.device.kernels import Launch, Source, launch
+from kvtier.device.libcuda import LibCuda
 from kvtier.device.ops import Op
 from kvtier.numa import memory_on, node_of
 from kvtier.sources import source
@@ -45,27 +46,22 @@ MAPPED: Final = 3
 
 @contextlib.contextmanager
 def faults(what: str) -> Iterator[None]:
-    """The runtime's errors as KvtierError: no_space where memory ran out, else io."""
+    """What driver, compiler and installation say as KvtierError: no_space where memory ran out, else io."""
     try:
         yield
     except runtime.CUDARuntimeError as exc:
         code = Code.NO_SPACE if exc.status == NO_MEMORY else Code.IO
         raise KvtierError(code, f"{what}: {exc}") from exc
-    except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError) as exc:
+    except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as exc:  # no NVRTC, no headers, no cache folder
         raise KvtierError(Code.IO, f"{what}: {exc}") from exc
 
 
-def available() -> bool:
-    """Whether a driver and a GPU are there; never raises."""
-    return bool(cupy.is_available())
-
-
-def read(address: int, size: int) -> bytes:
-    """Bytes of the GPU's memory, now; blocks. Raises KvtierError(io)."""
-    out = np.empty(size, np.uint8)
-    with faults("reading GPU memory"):
-        runtime.memcpy(out.ctypes.data, address, size, runtime.memcpyDefault)
-    return out.tobytes()
+def missing() -> str:
+    """Why there is no GPU; empty: there is one. Never raises."""
+    try:
+        return "" if runtime.getDeviceCount() else "none is visible"
+    except RuntimeError as exc:
+        return str(exc)
 
 
 class CudaEvent:
@@ -99,46 +95,7 @@ class CudaEvent:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at the end of the process the driver may be gone
-            runtime.eventDestroy(self.handle)
-
-
-class CudaDriver:
-    """Maps GPU memory of other processes (kvtier.device.ipc.Driver). One thread opens and closes."""
-
-    def __init__(self) -> None:
-        self._library = LibCuda()
-
-    def ordinal(self, uuid: bytes) -> int:
-        """The GPU of that uuid in this process."""
-        with faults("looking for a GPU"):
-            for number in range(runtime.getDeviceCount()):
-                if bytes(runtime.getDeviceProperties(number)["uuid"])[:16] == uuid:
-                    return number
-        raise KvtierError(Code.IO, f"no GPU {uuid.hex()} here")
-
-    def open_handle(self, ordinal: int, handle: bytes) -> int:
-        """Map an allocation of another process."""
-        with faults("opening an IPC handle"):
-            runtime.setDevice(ordinal)  # else it would be mapped by, and make a context on, the first GPU
-            return int(runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
-
-    def close_handle(self, ordinal: int, address: int) -> None:
-        """Unmap it."""
-        with faults("closing an IPC handle"):
-            runtime.setDevice(ordinal)
-            runtime.ipcCloseMemHandle(address)
-
-    def open_chunk(self, ordinal: int, fd: int, size: int) -> int:
-        """Map a VMM chunk."""
-        with faults("opening a chunk"):
-            runtime.setDevice(ordinal)
-        return self._library.map_chunk(ordinal, fd, size)
-
-    def close_chunk(self, ordinal: int, address: int, size: int) -> None:
-        """Unmap it."""
-        with faults("closing a chunk"):
-            runtime.setDevice(ordinal)
-        self._library.unmap_chunk(address, size)
+            self.device.drop("cuEventDestroy_v2", self.handle)
 
 
 class CudaStream:
@@ -168,7 +125,7 @@ class CudaStream:
     def __del__(self) -> None:
         if self._own:
             with contextlib.suppress(Exception):
-                runtime.streamDestroy(self.handle)
+                self.device.drop("cuStreamDestroy_v2", self.handle)
 
 
 class CudaBuffer:
@@ -279,13 +236,14 @@ class CudaDevice:
         self.ordinal = ordinal
         self._library = LibCuda()
         uuid, processors, batches = (
-            bytes(about["uuid"])[:16],
+            self._library.uuid(ordinal),
             int(about["multiProcessorCount"]),
             bool(self._library.batch),
         )
         self.facts = Facts(name, uuid, processors, int(compute), driver, batches, reaches, pci)
         self.node = node_of(pci)
         self._modules: dict[Source, Any] = {}
+        self._kernels: dict[tuple[Source, str], Any] = {}
         self._tables = Tables(self)
         self._mappings: Mappings | None = None
 
@@ -295,6 +253,10 @@ class CudaDevice:
         with faults(what):
             runtime.setDevice(self.ordinal)
             yield
+
+    def drop(self, call: str, handle: int) -> None:
+        """Destroy an event or a stream. In a thread new to it the runtime would make a context on the first GPU."""
+        self._library.drop(call, self.ordinal, handle)
 
     def stream(self, *, urgent: bool = False) -> CudaStream:
         """A new stream."""
@@ -324,7 +286,7 @@ class CudaDevice:
         """Map another process's memory."""
         if what.uuid != self.facts.uuid:
             raise KvtierError(Code.BAD_REQUEST, f"memory of another GPU than {self.facts.uuid.hex()}", "exported.uuid")
-        self._mappings = self._mappings or Mappings(CudaDriver())
+        self._mappings = self._mappings or Mappings(self._library)
         return CudaAttached(self._mappings, self._mappings.open(owner, what, fd))
 
     def pin(self, size: int) -> CudaPinned:
@@ -392,4 +354,7 @@ class CudaDevice:
             options = ("-std=c++17", *(f"-D{define}" for define in made.source.defines))
             code = source("cuda", made.source.file).read_text()
             self._modules[made.source] = cupy.RawModule(code=code, options=options)
-        return int(self._modules[made.source].get_function(made.name).kernel.ptr)
+        key = made.source, made.name
+        if key not in self._kernels:  # cupy would ask the driver at each launch
+            self._kernels[key] = self._modules[made.source].get_function(made.name).kernel
+        return int(self._kernels[key].ptr)

@@ -29,10 +29,16 @@ def named_device(name: str) -> Device:
 
 
 def open_device(ordinal: int = 0) -> Found:
-    """The GPU of that ordinal, or the CPU in its place where there is no cupy, no driver or no GPU."""
+    """The GPU of that ordinal, or the CPU in its place where there is no cupy, no driver, or no GPU that opens."""
     if importlib.util.find_spec("cupy") is None:
         return Found(HostDevice(), "cupy is not installed (pip install 'kvtier[cuda12]' or 'kvtier[cuda13]')")
-    cuda: Any = importlib.import_module("kvtier.device.cuda")
-    if not cuda.available():
-        return Found(HostDevice(), "cupy finds no CUDA driver or no GPU")
-    return Found(cuda.CudaDevice(ordinal), "")
+    try:
+        cuda: Any = importlib.import_module("kvtier.device.cuda")
+    except Exception as exc:  # noqa: BLE001 - libraries, numpy, or a home in which it cannot make its folder
+        return Found(HostDevice(), f"cupy cannot be imported: {exc}")
+    if why := cuda.missing():
+        return Found(HostDevice(), f"cupy finds no CUDA driver or no GPU: {why}")
+    try:
+        return Found(cuda.CudaDevice(ordinal), "")
+    except KvtierError as exc:
+        return Found(HostDevice(), f"cupy cannot open the GPU: {exc.message}")

@@ -24,7 +24,7 @@ from kvtier.device.host import HostBuffer
 from kvtier.device.layout import Paged, plan
 from kvtier.device.shuttle import Shuttle, Way
 from kvtier.identity import GroupSpec
-from kvtier.types import Kind
+from kvtier.types import Kind, KvtierError
 
 FORMAT: Final = 2
 SIZES: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -81,12 +81,16 @@ def ways(device: Device, memory: Memory) -> list[Way]:
 
 
 def measure(device: Device, clock: Callable[[], float] = time.perf_counter, memory: Memory = Memory.PINNED) -> Seconds:
-    """Time every way of every case; a second or two on a GPU. Raises KvtierError where the device fails."""
-    return {case: _time(device, case, clock, memory) for case in cases()}
+    """Time every way of every case; a second or two on a GPU. Raises KvtierError where the device fails.
+
+    A way that the driver refuses, as some do batches of copies, is none.
+    """
+    known = ways(device, memory)
+    return {case: _time(device, case, clock, memory, known) for case in cases()}
 
 
-def _time(device: Device, case: Case, clock: Callable[[], float], kind: Memory) -> dict[Way, float]:
-    """Seconds of one case by each way, the best of some tries."""
+def _time(device: Device, case: Case, clock: Callable[[], float], kind: Memory, known: list[Way]) -> dict[Way, float]:
+    """Seconds of one case by each way, the best of some tries; ways that are refused are taken out of `known`."""
     size, count = case.page_bytes, case.pages
     memory = device.take(size * count)
     pinned = device.pin(size * count) if kind is Memory.PINNED else HostBuffer(size * count)
@@ -94,7 +98,7 @@ def _time(device: Device, case: Case, clock: Callable[[], float], kind: Memory) 
     made = plan([[paged]], 16, GroupSpec(Kind.FULL, 1, 1, size))
     slots = np.arange(count, dtype=np.uint64)[::-1] * np.uint64(size) + np.uint64(pinned.address)  # no neighbours
     ids, out = np.arange(count), {}
-    for way in ways(device, kind):
+    for way in tuple(known):
         shuttle = Shuttle(device, made, way=way)
         try:
             took = []
@@ -103,6 +107,11 @@ def _time(device: Device, case: Case, clock: Callable[[], float], kind: Memory) 
                 (shuttle.load if case.load else shuttle.store)(ids, slots).wait()
                 took.append(clock() - begun)
             out[way] = min(took)
+        except KvtierError as exc:
+            if way is Way.STAGED:  # it asks least of a driver: the device fails
+                raise
+            _log.warning("no pages go %s: %s", way, exc)
+            known.remove(way)
         finally:
             shuttle.close()
     memory.free()

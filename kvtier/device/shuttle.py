@@ -126,7 +126,7 @@ class Transfer:
     def _settle(self) -> None:
         row, self.row = self.row, -1
         if row >= 0:  # else another thread that waited for it was first
-            self.sums = self._shuttle.give_back(row, self._count)
+            self.sums = self._shuttle.give_back(self, row, self._count)
 
 
 class Shuttle:
@@ -259,11 +259,11 @@ class Shuttle:
         streams = (self._gather, self._out, self._in, self._scatter)
         return all(stream.record().synchronize(timeout_s) for stream in streams)
 
-    def give_back(self, row: int, count: int) -> Words | None:
-        """A transfer ended: what its slots sum up to."""
+    def give_back(self, transfer: Transfer, row: int, count: int) -> Words | None:
+        """A transfer ended, which any thread may find: what its slots sum up to."""
         sums = self._sums.data.view(np.uint64)[row * MOST_PAGES : row * MOST_PAGES + count].copy()
+        self._flying.remove(transfer)  # at once: a new list would lack what is begun meanwhile
         self._rows.append(row)
-        self._flying = [transfer for transfer in self._flying if transfer.row >= 0]
         return sums if self._summed else None
 
     def _checked(self, ids: Words, slots: Words, *, to_slots: bool) -> tuple[Words, Words]:

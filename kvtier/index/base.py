@@ -242,12 +242,24 @@ class Index(Copies):
         return node
 
     def walk(self) -> Iterator[Node]:
-        """Every node but the root, parents before children, and all that is below one before all else."""
-        stack = list((self.root.children or {}).values())
+        """Every node but the root, parents before children, and all that is below one before all else.
+
+        The index may change between two: pages that a split has moved to a node above are met there, and those of a
+        node that was joined to one below are met below.
+        """
+        stack = [(node, 0) for node in (self.root.children or {}).values()]
         while stack:
-            node = stack.pop()
-            yield node
-            stack += (node.children or {}).values()
+            node, first = stack.pop()  # pages before `first` were met
+            if node.depth > first and not node.dead:
+                above = next(up for up in self.path(node) if up.end > first)
+                yield above
+                stack.append((node, first if above.dead else above.end))
+                continue
+            if not node.dead:
+                yield node
+            if not node.dead:
+                first = node.end
+            stack += [(child, first) for child in (node.children or {}).values()]
 
     def move_to(self, share: int) -> Iterator[None]:
         """Belong to another quota from now on; every step finds one more node there. It may change between steps.

@@ -216,7 +216,8 @@ class Vram:
                     if self.demote.pages > MOST_PAGES // 2:
                         await self.demote.settled()
         await self.demote.settled()
-        return not any(self.demote.alone(*pages) for pages in asked if not pages[1].dead)
+        left = ((cache, cache.index.heir(node), first, end) for cache, node, first, end in asked)
+        return not any(self.demote.alone(*pages) for pages in left if not pages[1].dead)
 
     def report(self) -> dict[str, Any]:
         """For status and metrics."""

@@ -67,8 +67,8 @@ class Copies(Protocol):
 
     aside: bool
     """Whether what `save` gives reads blocks when it is called."""
-    device: bool
-    """Whether slots may be in the daemon's device memory."""
+    uuid: bytes
+    """Of the device whose kernels reach the daemon's device memory, where that is on it; empty: none do."""
 
     def load(self, lease: Lease, first: int, rows: Blocks, *, later: bool) -> Arrival:
         """Begin to copy a lease's pages from `first` on into blocks, each verified.

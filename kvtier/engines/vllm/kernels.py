@@ -154,7 +154,6 @@ class KernelCopies:
     """All groups of a process. The device is called by the thread that steps; saves end in another."""
 
     aside = False
-    device = True
 
     def __init__(
         self, device: Device, engine: Callable[[], Stream], tensors: Sequence[Sequence[Any]], blocks: int,
@@ -162,6 +161,7 @@ class KernelCopies:
         way: Choose | Way = Way.STAGED,
     ) -> None:  # fmt: skip
         """`engine`: gives the stream that vLLM computes on. Raises bad_request, no_space, io."""
+        self.uuid = device.facts.uuid
         self._engine = engine
         self._copier = copier
         given = zip(tensors, groups, parts, strict=True)

@@ -16,7 +16,7 @@ from kvtier.types import stretches
 class TorchCopies:
     """Copies by torch, page by page or many neighbours at once."""
 
-    device = False
+    uuid = b""
 
     def __init__(self, planes: Sequence[Plane]) -> None:
         self._planes = planes

@@ -93,7 +93,7 @@ class Worker:
         self._copies = copies_of(groups, blocks, self.spec.groups, parts, self._copier, self._way)
         self._ends.append(self._copies.close)
         self._cache = self._opened(0)
-        self._device = self._wants_device and self._copies.device and self._maps()
+        self._device = self._wants_device and bool(self._copies.uuid) and self._maps()
         reload.watch(vllm_config.model_config)
         self._writes = reload.count()
 
@@ -103,9 +103,9 @@ class Worker:
             self._ends.pop()()
 
     def _maps(self) -> bool:
-        """Whether the daemon's device memory is mapped here, for KV whose items lie in one slot each."""
+        """Whether the daemon's device memory is mapped here, on this GPU, for KV whose items lie in one slot each."""
         one = bool(self._cache.groups) and all(group.slots_per_item == 1 for group in self._cache.groups)
-        mapped = one and self._client.map_device()
+        mapped = one and self._client.map_device(self._copies.uuid)
         if not mapped:
             _log.warning("pages go by host memory: %s", self._client.device.reason if one else "no daemon, or states")
         return mapped
