@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvtier.mover import drained
-from kvtier.peer.names import Resolver
+from kvtier.peer.names import Found, Resolver
 from kvtier.peer.resp import Line, ReplyError, Where, command
 from kvtier.peer.shelf import Want
 
@@ -142,9 +142,11 @@ class Server:
         """Ask whether it answers, which also is how it gets another chance."""
         try:
             async with asyncio.timeout(self._deadline_s):  # here, because a look-up in a thread knows no deadline
-                self._where = Where(*await self._resolver.find())
+                self._where = Where(*(await self._resolver.find())[0])
             await self._threaded(lambda line: line.call(b"PING"), time.monotonic() + self._deadline_s)
         except FAULTS as exc:
+            if self._where is not None:
+                self._resolver.failed(Found(*self._where))
             self.failed(exc)
             return
         if not self.up:
