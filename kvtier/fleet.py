@@ -187,7 +187,7 @@ def join(store: Store, config: Peers) -> Home | None:
     terms = Terms(config.name, secrets, deadline_s, certs, config.rate)
     tier = Direct(nodes, terms, replicas=config.replicas, grace_s=config.grace_s, counts=store.parts.counts)
     where = address("peers.listen", config.listen) if config.listen else nodes[config.name]
-    home = Home(store, terms, where, tier.fame, members=len(nodes))
+    home = Home(store, terms, where, tier.fame, members=nodes)
     store.join_fleet(tier)
     _log.info("peer %s of %d, served on %s:%d", config.name, len(nodes), where[0], home.port)
     return home

@@ -189,6 +189,60 @@ def test_an_interrupted_put_gives_its_room_back(daemon, monkeypatch):
         until(lambda: client.ping() and engine(daemon) == (0, 0))
 
 
+async def test_a_put_of_an_async_client_is_there_bit_for_bit_and_holds_the_loop_for_no_copy(daemon, monkeypatch):
+    """Two batches, one after the other's room; without a daemon it stores nothing."""
+    here, threads = threading.get_ident(), set()
+
+    def copy(pairs: Any, *, summed: bool) -> list[int]:
+        threads.add(threading.get_ident())
+        return copying.copy_rows(pairs, summed=summed)
+
+    monkeypatch.setattr(held, "copy_rows", copy)
+    rows = np.random.default_rng(0).integers(0, 256, (40, MIB), dtype=np.uint8)
+    async with AsyncClient(daemon.socket, instance="engine", timeout_s=DEADLINE) as client:
+        cache = await client.open(BIG)
+        path = await cache.match(big_keys(40))
+        assert await path.put(0, [rows]) == 40, path.refused
+        assert here not in threads
+        async with await (await path.extend()).acquire() as lease:
+            out = np.zeros_like(rows)
+            assert lease.read_pages(0, 0, out) == lease.pages == 40
+        assert np.array_equal(out, rows)
+        daemon.kill()
+        assert await path.put(0, [rows]) == 0
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_put_that_is_cancelled_gives_its_room_back_when_nothing_is_copied_any_more(daemon, monkeypatch, times):
+    """Amid the copy of a later batch, however often: the connection is as it was, and nothing stays held."""
+    copied, begun, go_on, over = itertools.count(), threading.Event(), threading.Event(), threading.Event()
+
+    def copy(pairs: Any, *, summed: bool) -> list[int]:
+        if next(copied) == 2:
+            begun.set()
+            assert go_on.wait(DEADLINE)
+            over.set()
+        return copying.copy_rows(pairs, summed=summed)
+
+    monkeypatch.setattr(held, "copy_rows", copy)
+    async with AsyncClient(daemon.socket, instance="engine", timeout_s=DEADLINE) as client:
+        path = await (await client.open(BIG)).match(big_keys(64))
+        joined = client.link.joined
+        task = asyncio.create_task(path.put(0, [np.ones((64, MIB), np.uint8)]))
+        await asyncio.to_thread(begun.wait, DEADLINE)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.05)
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert over.is_set()
+        assert client.link.joined is joined
+        await client.ping()
+        await asyncio.to_thread(until, lambda: engine(daemon) == (0, 0))
+
+
 # -- the end of a client ---------------------------------------------------------------------------------------------
 
 

@@ -494,3 +494,34 @@ def test_kvtierctl_carries_a_cache_between_daemons(tmp_path: Path) -> None:
         (tmp_path / "none.kv").write_bytes(b"something else")
         assert "expected an export file" in ctl(b, "import", tmp_path / "none.kv").output
         assert not b.broken_invariants()
+
+
+def test_an_export_or_import_that_is_interrupted_amid_a_request_makes_room_for_the_next_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the eight that there may be none is left, and the daemon is as it was."""
+    file, ask = tmp_path / "cache.kv", Admin.ask
+
+    def interrupted(self: Admin, message: wire.Message, reply: type[wire.Message]) -> Any:
+        if isinstance(message, wire.ExportNext | wire.ImportData):
+            self._sock.sendall(wire.request_frame(message, 99))
+            raise KeyboardInterrupt
+        return ask(self, message, reply)
+
+    with Daemon(tmp_path, host="64MiB", disk="128MiB") as daemon, Client(daemon.socket, instance="e") as client:
+        cache, keys = client.open(SPEC), page_keys(SPEC, np.arange(400))
+        with cache.match(keys).reserve(0, 100) as reserved:
+            assert reserved.write_pages(0, 0, np.ones((100, 4096), np.uint8))
+            assert reserved.commit() == 100
+        of = ["--cache", cache.cache_id.hex()[:8]]
+        assert ctl(daemon, "export", file, *of).exit_code == 0
+        with file.open("rb") as source:
+            header = next(records(source)).meta
+        with monkeypatch.context() as patched:
+            patched.setattr(Admin, "ask", interrupted)
+            for words in (("export", tmp_path / "other.kv", *of), ("import", file, "--scope", "uid:1")):
+                assert "Aborted" in ctl(daemon, *words).output
+        with Admin(daemon.socket.with_name("admin.sock"), 20.0) as admin:
+            for _ in range(8):
+                admin.ask(wire.Import(header, ""), wire.Info)
+        assert not daemon.broken_invariants()

@@ -8,16 +8,76 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from fleetkit import free_ports, write_secrets
-from kvtier.peer import node
+from kvtier.peer import node, redis
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
 from kvtier.peer.secrets import read
 from kvtier.peer.terms import Terms
 from kvtier.server.home import Home
+from sharedkit import Redis, needs_redis
 from storekit import storing, until
 
 real = socket.getaddrinfo
+
+
+def several(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
+    """`far.example` has these addresses from now on."""
+
+    def look_up(host: str, port: int, *words: object, **more: object) -> object:
+        if host != "far.example":
+            return real(host, port, *words, **more)
+        if more.get("flags"):
+            raise socket.gaierror(-2, "no address")
+        return [row for each in addresses for row in real(each, port, type=socket.SOCK_STREAM)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+@needs_redis
+async def test_a_shared_store_of_several_addresses_is_reached_at_whichever_answers(tmp_path: Path, monkeypatch) -> None:
+    """Each ping tries the next one."""
+    several(monkeypatch, ["127.0.0.2", "127.0.0.3", "127.0.0.1"])
+    monkeypatch.setattr(redis, "PING_S", 0.05)
+    with Redis(tmp_path) as server:
+        shelf = redis.RedisShelf([("far.example", server.port)])
+        shelf.start()
+        try:
+            await until(lambda: shelf.up, 5.0)
+        finally:
+            await shelf.close()
+
+
+async def test_a_name_of_several_addresses_is_reached_at_whichever_answers(tmp_path: Path, monkeypatch) -> None:
+    """The first accepts and says nothing, the second refuses: the third is found within one deadline, and kept to."""
+    addresses = ["127.0.0.2", "127.0.0.3", "127.0.0.1"]
+    several(monkeypatch, addresses)
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    ports = dict(zip(("near", "far"), free_ports(2), strict=True))
+    mute = socket.create_server((addresses[0], ports["far"]))
+    mute.setblocking(False)
+    nodes = {"near": ("127.0.0.1", ports["near"]), "far": ("far.example", ports["far"])}
+    async with storing(None) as far:
+        home = Home(far, Terms("far", secrets), ("127.0.0.1", ports["far"]), Fame())
+        home.start()
+        tier = Direct(nodes, Terms("near", secrets, 3.0))
+        reached = tier._nodes["far"]
+        tier.start()
+        try:
+            await until(lambda: reached.up or reached.why != "not asked yet", 5.0)
+            assert reached.up
+            reached._hang_up()
+            reached.up = False
+            await until(lambda: reached.up, 5.0)
+            mute.accept()[0].close()
+            with pytest.raises(BlockingIOError):
+                mute.accept()
+        finally:
+            await tier.close()
+            await home.close()
+            mute.close()
 
 
 async def test_a_name_whose_look_up_hangs_or_that_is_none_holds_up_no_other_peer(tmp_path: Path, monkeypatch) -> None:

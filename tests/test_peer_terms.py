@@ -32,7 +32,7 @@ from kvtier.peer.direct import Direct
 from kvtier.peer.fame import MOST, Fame
 from kvtier.peer.items import echo, picks_of
 from kvtier.peer.members import keys_of
-from kvtier.peer.pace import Bucket
+from kvtier.peer.pace import STEP, Bucket
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.secrets import read
 from kvtier.peer.terms import MAX_OPS, MIN_RATE, Terms
@@ -404,6 +404,24 @@ async def test_at_a_rate_a_home_that_stops_holds_up_no_push_longer_than_a_turn(t
         gate.set()
 
 
+async def test_who_knocks_under_ever_new_names_gets_no_more_than_the_rate(tmp_path: Path) -> None:
+    """Four names that are no member's, at once: all of what they fetch takes as long as it would take one of them."""
+    secrets, rate = read(write_secrets(tmp_path / "secrets", ["uid:0"])), 2 << 20
+    async with pair(Terms("near", secrets, 5.0), Terms("far", secrets, 5.0, rate=rate)) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        far = tier._nodes["far"].address
+        others = [Direct({name: far, "far": far}, Terms(name, secrets, 5.0)) for name in ("p", "q", "r", "s")]
+        for each in others:
+            each.start()
+        await until(lambda: all(each.answers() for each in others))
+        begin = time.monotonic()
+        await asyncio.gather(*(take(each, PATH, 9) for each in others))
+        assert time.monotonic() - begin > (4 * 9 * PAGE - STEP) / rate
+        for each in others:
+            await each.close()
+
+
 async def test_as_many_transfers_as_may_share_the_lowest_rate_all_arrive(tmp_path: Path) -> None:
     """Eight at 1 MiB/s together, each waiting for its turn, with a short deadline: none is taken for a dead one."""
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
@@ -437,11 +455,43 @@ async def test_a_transfer_that_gets_no_thread_brings_nothing_and_nobody_is_blame
         await take(tier, PATH, 9)
 
 
-def test_a_rate_that_was_altered_on_the_way_is_found_out(tmp_path: Path) -> None:
-    """The proof of the host that is asked covers both rates."""
+@pytest.mark.parametrize(
+    ("frame", "altered"),
+    [
+        (frames.Knock, {"sealed": False}),
+        (frames.Knock, {"rate": MIN_RATE}),
+        (frames.Knock, {"nonce": bytes(16)}),
+        (frames.Knock, {"name": "c"}),
+        (frames.Challenge, {"nonce": bytes(16)}),
+        (frames.Challenge, {"incarnation": b"other"}),
+        (frames.Challenge, {"rate": MIN_RATE}),
+    ],
+    ids=str,
+)
+async def test_whatever_was_altered_on_the_way_of_the_first_two_frames_is_found_out(
+    tmp_path: Path, monkeypatch, frame: type[frames.Message], altered: dict[str, object]
+) -> None:
+    """Somebody in between takes the seal away, sets a rate, changes a nonce: who asked goes no further."""
+    monkeypatch.setattr(Pipe, "local", property(lambda _: True))
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
-    session = frames.Session(secrets.session((b"n" * 16, b"m" * 16), ("a", "b")), asker=False)
-    assert len({session.challenge(b"life", rates) for rates in ((0, 0), (1, 0), (0, 1), (1, 1))}) == 4
+    sockets = [*socket.socketpair(), *socket.socketpair()]
+    near, left, right, far = map(Pipe, sockets)
+
+    async def between() -> None:
+        for come, go, kind in ((left, right, frames.Knock), (right, left, frames.Challenge)):
+            message = await come.receive(kind)
+            await go.send(replace(message, **altered) if kind is frame else message)
+
+    met = await asyncio.gather(
+        near.knock(Terms("near", secrets), "far", sealed=True),
+        between(),
+        far.answer(Terms("far", secrets), b"life"),
+        return_exceptions=True,
+    )
+    for pipe in (near, left, right, far):
+        pipe.close()
+    assert isinstance(met[0], KvtierError)
+    assert "fleet's key" in met[0].message
 
 
 # -- TLS -------------------------------------------------------------------------------------------------------------

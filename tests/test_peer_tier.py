@@ -425,6 +425,35 @@ async def test_a_key_that_left_host_before_its_turn_holds_up_no_other_ones_push(
         mine.leave()
 
 
+@pytest.mark.parametrize("lacked", [True, False])
+@TIERS
+async def test_what_host_still_has_of_a_piece_is_pushed(tmp_path: Path, monkeypatch, tier, *, lacked: bool) -> None:
+    """Of nine pages that wait to be pushed, with the offer or after it, the last three are on disk alone by now."""
+    monkeypatch.setattr("kvtier.peer.node.LACKS_S", 0.0)
+    async with tier(tmp_path) as pair, storing(tmp_path / "disk") as near:
+        for peer in getattr(pair.tier, "_nodes", {}).values():
+            peer.lacked = lacked
+        near.join_fleet(pair.tier)
+        mine = Engine(near)
+        await mine.open(SPEC)
+        assert await mine.put(PATH) == 9
+        await quiet(near)
+        cache = near.parts.caches[mine.opened.cache]
+        node, _ = cache.radix.deepest(PATH)
+        cache.release(cache.index.drop(node, 6, 9, Tier.HOST), near.parts.disk)
+        near.parts.peers.start()
+        await until(lambda: near.parts.peers.pushes.waiting == 0)
+        assert near.parts.counts["pages_pushed_peer"] == 6
+        assert near.parts.counts["peer_push_dropped_gone"] == 1
+        (source,) = await pair.tier.find(pair.shared, PATH, 0)
+        assert source.pages == 6
+        places = blank(range(6))
+        assert None not in await source.fetch(places)
+        assert all(right(place, PATH) for place in places)
+        source.close()
+        mine.leave()
+
+
 @pytest.mark.parametrize("named", [1 << 16, 100])
 async def test_a_path_of_many_pieces_whose_state_is_at_its_end_is_pushed_whole(
     tmp_path: Path, monkeypatch, named: int

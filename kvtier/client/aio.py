@@ -15,8 +15,10 @@ from kvtier.client.asynclink import AsyncLink
 from kvtier.client.caches import KeyPath, OpenCache, asking_stat, ordering, pinging
 from kvtier.client.device import FENCE_S, MappedDevice, Reached
 from kvtier.client.held import HeldLease, HeldReservation
+from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Given, Identity, Steps
 from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Stretches, Target, registering, registering_kv
+from kvtier.client.putting import putting, slow_s
 from kvtier.client.share import adopted
 from kvtier.client.slots import Checks, Slots, Verify
 from kvtier.identity import CacheSpec, Slice
@@ -201,6 +203,14 @@ class AsyncPath(KeyPath):
         """Slots for pages [start, start + pages); see sync.Path.reserve."""
         steps = self._reserving(start, pages, wants, wait_ms, device, running)
         return AsyncReservation(self.cache, start, await self.cache.client.attempt(steps, None, wait_ms / 1000))
+
+    async def put(self, first: int, data: Sequence[Bytes], wait_ms: int = 50) -> int:
+        """Store pages from `first` on: how many of them are served now; see sync.Path.put.
+
+        Copies are made in threads, and `data` is not read any more once this ends, cancelled too.
+        """
+        wait_s = wait_ms / 1000 + slow_s(self.cache, data)
+        return await self.cache.client.attempt(putting(self, first, data, wait_ms), 0, wait_s)
 
     async def prefetch(self) -> None:
         """Bring the matched pages to host without leasing them."""

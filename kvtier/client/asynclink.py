@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from kvtier import wire
+from kvtier.client.beside import beside
 from kvtier.client.link import (
     EVENTS,
     IN_FLIGHT,
@@ -19,6 +20,7 @@ from kvtier.client.link import (
     Borrow,
     Call,
     Daemon,
+    Do,
     Hand,
     Identity,
     Inbox,
@@ -117,14 +119,17 @@ class AsyncLink:
     # -- steps -------------------------------------------------------------------------------------------------
 
     async def run(self, steps: Steps[T], wait_s: float = 0.0) -> T:
-        """Do the steps of a verb within the timeout and `wait_s`; raises Away and KvtierError."""
+        """Do the steps of a verb within the timeout and `wait_s`; raises Away and KvtierError.
+
+        The steps hear of a cancellation too, and may give back what they hold before it goes on.
+        """
         deadline = asyncio.get_running_loop().time() + self.timeout_s + wait_s
         try:
             step = next(steps)
             while True:
                 try:
                     got = await self._do(step, deadline)
-                except (Away, KvtierError) as exc:
+                except (Away, KvtierError, asyncio.CancelledError) as exc:
                     step = steps.throw(exc)
                 else:
                     step = steps.send(got)
@@ -150,6 +155,8 @@ class AsyncLink:
                 return (await self._aside(message, list(fds), reply, deadline))[0]
             case Borrow(message, reply):
                 return await self._aside(message, [], reply, deadline)
+            case Do(work, nbytes):
+                return await beside(work, nbytes)
 
     async def _aside(
         self, message: wire.Message, fds: list[int], reply: type[R], deadline: float

@@ -99,7 +99,14 @@ class Borrow(NamedTuple):
     reply: type[wire.Message]
 
 
-Step = Join | Call | Start | Wait | Post | Hand | Borrow
+class Do(NamedTuple):
+    """Copy so many bytes, which takes a while; gives None. Nothing is said meanwhile."""
+
+    work: Callable[[], None]
+    nbytes: int
+
+
+Step = Join | Call | Start | Wait | Post | Hand | Borrow | Do
 Steps = Generator[Step, Any, T]
 """A verb of the client without its I/O: sync and async drivers run the same steps."""
 

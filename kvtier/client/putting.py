@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from kvtier import wire
 from kvtier.client.caches import KeyPath, OpenCache
 from kvtier.client.held import SLOW_BYTES_S, HeldReservation
 from kvtier.client.layout import Bytes
-from kvtier.client.link import Away, Given, Start, Steps, Ticket, Wait
+from kvtier.client.link import Away, Do, Given, Start, Steps, Ticket, Wait
 from kvtier.client.slots import Slots
 from kvtier.types import Kind, KvtierError, bad
 
@@ -43,7 +44,7 @@ def putting(path: KeyPath, first: int, data: Sequence[Bytes], wait_ms: int) -> S
                 under_way.coming = yield Start(given.joined, room, wire.Reserved)
             for lo in range(at, end, step):
                 hi = min(lo + step, end)
-                _copy(held, first + lo, [rows[lo:hi] for rows in data])
+                yield Do(partial(_copy, held, first + lo, [rows[lo:hi] for rows in data]), (hi - lo) * width)
                 commit = held.commit_now(first + lo, hi - lo)
                 under_way.commits.append((at, held, (yield Start(given.joined, commit, wire.Committed))))
             if under_way.coming is None:
@@ -73,20 +74,20 @@ class _UnderWay:
 
     def next_held(self, cache: OpenCache, start: int) -> Steps[HeldReservation]:
         """Wait for the room that was asked for."""
-        assert self.coming is not None
-        reply = yield Wait(self.coming, patient=False)
+        coming, self.coming = self.coming, None  # what comes of it after a cancelled wait is given back by the link
+        reply = yield Wait(coming, patient=False)
         held = HeldReservation(cache, start, *self._given._replace(reply=reply))
-        self.coming = None
         self._held.append(held)
         return held
 
     def giving_back(self, cache: OpenCache) -> Steps[None]:
         """Give back what is not committed; whatever made it fail is said, not that the daemon is away, too."""
-        if self.coming is not None and self._given.joined.alive:
-            with contextlib.suppress(Away, KvtierError):
-                yield from self.next_held(cache, 0)
         for held in self._held:
             with contextlib.suppress(Away, KvtierError):
+                yield from held._aborting()  # noqa: SLF001 - one idea
+        if self.coming is not None and self._given.joined.alive:
+            with contextlib.suppress(Away, KvtierError):
+                held = yield from self.next_held(cache, 0)
                 yield from held._aborting()  # noqa: SLF001 - one idea
 
 

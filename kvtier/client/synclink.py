@@ -15,6 +15,7 @@ from kvtier.client.link import (
     Borrow,
     Call,
     Daemon,
+    Do,
     Hand,
     Identity,
     Join,
@@ -76,7 +77,8 @@ class SyncLink:
     def run(self, steps: Steps[T], wait_s: float = 0.0) -> T:
         """Do the steps of a verb within the timeout and `wait_s`; raises Away and KvtierError.
 
-        An interrupt costs the connection: nobody would give back what a reply grants, and a lock may be left held.
+        An interrupt costs the connection, except amid a copy: nobody would give back what a reply grants, and a lock
+        may be left held.
         """
         deadline = time.monotonic() + self.timeout_s + wait_s
         try:
@@ -86,9 +88,11 @@ class SyncLink:
                     got = self._do(step, deadline)
                 except (Away, KvtierError) as exc:
                     step = steps.throw(exc)
-                except BaseException:
-                    self._cut()
-                    raise
+                except BaseException as exc:
+                    if type(step) is not Do:
+                        self._cut()
+                        raise
+                    step = steps.throw(exc)
                 else:
                     step = steps.send(got)
         except StopIteration as stop:
@@ -113,6 +117,8 @@ class SyncLink:
                 return self._aside(message, list(fds), reply, deadline)[0]
             case Borrow(message, reply):
                 return self._aside(message, [], reply, deadline)
+            case Do(work, _):
+                return work()
 
     def _on(self, joined: Joined) -> Talk:
         """What is said on that connection; raises Away where it is lost."""

@@ -13,8 +13,8 @@ import click
 
 from kvtier import archive, views, wire
 from kvtier.control.address import prompt_or_cache
-from kvtier.control.call import Admin, Call, Data, verb
-from kvtier.types import bad
+from kvtier.control.call import Admin, Call, Data, NoDaemon, verb
+from kvtier.types import KvtierError, bad
 
 CHUNK_BYTES: Final = 1 << 20
 WAIT_S: Final = 60.0
@@ -50,14 +50,19 @@ def export(call: Call, show: bool, file: Path, of: wire.Prompt) -> Data:
                 _sync(target.parent)
         except BaseException:
             part.unlink(missing_ok=True)
-            with contextlib.suppress(OSError, EOFError):
-                admin.ask(wire.ExportEnd(int(begun["export"])), wire.Ok)
+            _give_up(call, wire.ExportEnd(int(begun["export"])), wire.Ok)
             raise
     last = _last(file, begun["cache"])
     data = {"file": str(file), "cache": begun["cache"], "pages": last.pages, "lost": last.lost, "file_bytes": size}
     if show:
         views.one("exported", data)
     return data
+
+
+def _give_up(call: Call, message: wire.Message, reply: type[wire.Message]) -> None:
+    """End what was cut off, an interrupt amid a request too: on a connection of its own, where nothing is half said."""
+    with contextlib.suppress(OSError, EOFError, KvtierError, NoDaemon), call.admin() as admin:
+        admin.ask(message, reply)
 
 
 @contextlib.contextmanager
@@ -178,25 +183,29 @@ def import_(call: Call, show: bool, file: Path, scope: str) -> Data:
     Every page is verified. Of a damaged file the good pages are imported; exit code 1 where some were not.
     """
     with file.open("rb") as source, call.admin(WAIT_S) as admin:
-        data = _carry(admin, source, scope)
+        data = _carry(call, admin, source, scope)
     if show:
         views.one("imported", data)
     return data
 
 
-def _carry(admin: Admin, source: BinaryIO, scope: str) -> Data:
+def _carry(call: Call, admin: Admin, source: BinaryIO, scope: str) -> Data:
     """Send a file's records; what became of its pages."""
     found = records(source)
     begun: Data = admin.ask(wire.Import(next(found).meta, scope), wire.Info).data
     number = int(begun["import"])
     damaged, whole = 0, False
-    for record in found:
-        if record.kind == archive.RUN:
-            _send(admin, number, source, record)
-        elif record.kind == archive.END:
-            whole = True
-        else:
-            damaged += 1
+    try:
+        for record in found:
+            if record.kind == archive.RUN:
+                _send(admin, number, source, record)
+            elif record.kind == archive.END:
+                whole = True
+            else:
+                damaged += 1
+    except BaseException:
+        _give_up(call, wire.ImportEnd(number), wire.Info)
+        raise
     ended: Data = admin.ask(wire.ImportEnd(number), wire.Info).data
     pages: Counter[str] = Counter(ended["pages"])
     refused = {name: count for name, count in pages.items() if name not in {"stored", "known"}}

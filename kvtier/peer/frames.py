@@ -14,13 +14,14 @@ import struct
 from typing import Annotated, Final, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from kvtier.identity import MAX_GROUPS, CacheSpec
 from kvtier.peer.base import Pick
 from kvtier.peer.secrets import Mac, derive
 from kvtier.types import Code, KvtierError
 
-VERSION: Final = 4
+VERSION: Final = 5
 NONCE_BYTES: Final = 16
 MAC_BYTES: Final = 16
 SEAL_BYTES: Final = 32
@@ -59,7 +60,7 @@ class Challenge(Message, tag=2):
     nonce: bytes
     incarnation: bytes
     proof: bytes
-    """It covers both rates."""
+    """It covers all else that both first frames say."""
     rate: int = 0
     """As Knock has it."""
 
@@ -272,9 +273,9 @@ class Session:
         self.id = derive(key, b"id")
         self._answer = derive(key, b"challenge")
 
-    def challenge(self, incarnation: bytes, rates: tuple[int, int]) -> bytes:
-        """What the answerer proves with; `rates`: the asker's, its own."""
-        return derive(self._answer, b"%d %d " % rates + incarnation)
+    def challenge(self, knock: Knock, answer: Challenge) -> bytes:
+        """What the answerer proves with: of both first frames as they were sent and received, every field of them."""
+        return derive(self._answer, encode(knock), encode(replace(answer, proof=b"")))
 
     def close(self, message: Message) -> bytes:
         """The next frame that is sent, whole."""

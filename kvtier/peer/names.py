@@ -21,12 +21,24 @@ class Resolver:
         self._address = address
         self._looking: asyncio.Future[Any] | None = None
         """A look-up in a thread, which cannot be cancelled: whoever gives up leaves it to the next."""
+        self._failed: dict[Found, None] = {}
+        """Addresses that failed, the latest last."""
 
-    async def find(self) -> Found:
-        """Raises OSError."""
+    async def find(self) -> list[Found]:
+        """All its addresses, those first that did not fail, or the longest ago. Raises OSError."""
+        found = await self._find()
+        self._failed = {each: None for each in self._failed if each in found}
+        return [each for each in found if each not in self._failed] + [*self._failed]
+
+    def failed(self, found: Found) -> None:
+        """That address did not do: others are tried before it."""
+        self._failed.pop(found, None)
+        self._failed[found] = None
+
+    async def _find(self) -> list[Found]:
         host, port = self._address
         try:
-            return _first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
+            return _all(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
         except (socket.gaierror, UnicodeError):
             pass  # no address, but a name
         looking = self._looking
@@ -37,11 +49,10 @@ class Resolver:
         if self._looking is looking:
             self._looking = None
         try:
-            return _first(looking.result())
+            return _all(looking.result())
         except UnicodeError as exc:
             raise OSError(f"{host!r} is no name of a host: {exc}") from None
 
 
-def _first(found: Any) -> Found:
-    family, _, _, _, address = found[0]
-    return Found(family, address)
+def _all(found: Any) -> list[Found]:
+    return [Found(family, address) for family, _, _, _, address in found]

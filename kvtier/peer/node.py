@@ -17,7 +17,7 @@ from typing import Any, Final
 from kvtier.peer import frames
 from kvtier.peer.base import Shared
 from kvtier.peer.frames import Refusal
-from kvtier.peer.names import Resolver
+from kvtier.peer.names import Found, Resolver
 from kvtier.peer.pace import pace
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.speed import Link
@@ -90,9 +90,10 @@ class Node:
             await asyncio.sleep(PING_S)
 
     async def _ping(self) -> None:
-        async with asyncio.timeout(self._terms.deadline_s):
-            if self._line is None:
-                self._line = await self._connect()
+        until = asyncio.get_running_loop().time() + self._terms.deadline_s
+        if self._line is None:
+            self._line = await self._connect(until)
+        async with asyncio.timeout_at(until):
             await self._line.ask(frames.Ping(), frames.Done)
         if not self.up:
             _log.info("peer %s answers", self.name)
@@ -130,8 +131,7 @@ class Node:
                 if pipe.stream.quiet:
                     return pipe
                 pipe.close()
-            async with asyncio.timeout_at(until):
-                return await self._connect()
+            return await self._connect(until)
         except BaseException:
             self._room.release()
             raise
@@ -164,26 +164,41 @@ class Node:
         else:
             pipe.close()
 
-    async def _connect(self) -> Pipe:
-        """A new connection; notices another life of the peer."""
+    async def _connect(self, until: float) -> Pipe:
+        """A new connection, at the first of its addresses that answers; notices another life of the peer."""
         loop = asyncio.get_running_loop()
-        family, where = await self._resolver.find()
-        certs = self._terms.certs
-        channel = None if certs is None else certs.channel(server=False, name=self.name)
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        pipe = Pipe(sock, channel=channel, pace=self._pace)
-        try:
-            await loop.sock_connect(sock, where)
-            await pipe.knock(self._terms, self.name)
-        except BaseException:
-            pipe.close()
-            raise
+        async with asyncio.timeout_at(until):
+            left = await self._resolver.find()
+        while True:
+            found = left.pop(0)
+            try:
+                async with asyncio.timeout_at(until - (until - loop.time()) * len(left) / (len(left) + 1)):
+                    pipe = await self._connect_to(found)
+                break
+            except (*FAULTS, KvtierError):
+                self._resolver.failed(found)
+                if not left:
+                    raise
         if pipe.incarnation != self.incarnation:
             if self.incarnation:
                 self.counts["peer_restarts"] += 1
                 _log.warning("peer %s was started again: what is known of it is forgotten", self.name)
             self.incarnation = pipe.incarnation
             self._lacks.clear()
+        return pipe
+
+    async def _connect_to(self, found: Found) -> Pipe:
+        """A new connection to one address."""
+        certs = self._terms.certs
+        channel = None if certs is None else certs.channel(server=False, name=self.name)
+        sock = socket.socket(found.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        pipe = Pipe(sock, channel=channel, pace=self._pace)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, found.address)
+            await pipe.knock(self._terms, self.name)
+        except BaseException:
+            pipe.close()
+            raise
         return pipe
 
     async def use(self, pipe: Pipe, shared: Shared) -> None:

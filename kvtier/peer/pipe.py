@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvtier.mover import drained
 from kvtier.peer import bulk, frames, turns
@@ -61,12 +62,12 @@ class Pipe:
         await self.stream.shake()
         self.sealed = not (self.local or self.stream.channel) if sealed is None else sealed
         nonce = random.token_bytes(frames.NONCE_BYTES)
-        await self.send(frames.Knock(frames.VERSION, nonce, self.sealed, terms.name, terms.rate))
+        knock = frames.Knock(frames.VERSION, nonce, self.sealed, terms.name, terms.rate)
+        await self.send(knock)
         answer = await self.receive(frames.Challenge, frames.MAX_HELLO)
         key = terms.secrets.session((nonce, answer.nonce), (terms.name, peer))
         session = frames.Session(key, asker=True)
-        proof = session.challenge(answer.incarnation, (terms.rate, answer.rate))
-        if not hmac.compare_digest(proof, answer.proof):
+        if not hmac.compare_digest(session.challenge(knock, answer), answer.proof):
             raise KvtierError(Code.FORBIDDEN, f"the peer does not have the fleet's key, or is not {peer}")
         self.session, self.incarnation = session, answer.incarnation
         self._terms = terms.met(answer.rate)
@@ -88,8 +89,8 @@ class Pipe:
         nonce = random.token_bytes(frames.NONCE_BYTES)
         key = terms.secrets.session((knock.nonce, nonce), (knock.name, terms.name))
         session = frames.Session(key, asker=False)
-        proof = session.challenge(incarnation, (knock.rate, terms.rate))
-        await self.send(frames.Challenge(nonce, incarnation, proof, terms.rate))
+        answer = frames.Challenge(nonce, incarnation, b"", terms.rate)
+        await self.send(replace(answer, proof=session.challenge(knock, answer)))
         self.session, self._terms = session, terms.met(knock.rate)
         return knock.name
 

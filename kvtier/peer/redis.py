@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvtier.mover import drained
-from kvtier.peer.names import Resolver
-from kvtier.peer.resp import Line, ReplyError, Where, command
+from kvtier.peer.names import Found, Resolver
+from kvtier.peer.resp import Line, ReplyError, command
 from kvtier.peer.shelf import Want
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class Server:
         self._deadline_s = deadline_s
         self._counts = counts
         self._resolver = Resolver(address)
-        self._where: Where | None = None
+        self._where: Found | None = None
         self._idle: list[Line] = []
         self._room = asyncio.Semaphore(MAX_OPS)
 
@@ -142,9 +142,11 @@ class Server:
         """Ask whether it answers, which also is how it gets another chance."""
         try:
             async with asyncio.timeout(self._deadline_s):  # here, because a look-up in a thread knows no deadline
-                self._where = Where(*await self._resolver.find())
+                self._where = (await self._resolver.find())[0]
             await self._threaded(lambda line: line.call(b"PING"), time.monotonic() + self._deadline_s)
         except FAULTS as exc:
+            if self._where is not None:
+                self._resolver.failed(self._where)
             self.failed(exc)
             return
         if not self.up:

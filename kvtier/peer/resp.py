@@ -12,8 +12,9 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from kvtier.peer.names import Found
 from kvtier.peer.pace import pieces
 from kvtier.peer.shelf import Want
 from kvtier.peer.stream import silent
@@ -31,13 +32,6 @@ VECTORS: Final = 256
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
-class Where(NamedTuple):
-    """An address that nobody has to look up any more."""
-
-    family: int
-    address: Any
-
-
 class ReplyError(Exception):
     """The server said no, and the connection goes on."""
 
@@ -45,7 +39,7 @@ class ReplyError(Exception):
 class Line:
     """A connection. Everything raises OSError, EOFError, TimeoutError; it is of no use after that."""
 
-    def __init__(self, host: str, where: Where, until: float, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, host: str, where: Found, until: float, tls: ssl.SSLContext | None) -> None:
         """Connect by `until` (time.monotonic()). `host` is the name that a certificate must have."""
         self.where = where
         self.until = until

@@ -9,8 +9,7 @@ import asyncio
 import logging
 import secrets as random
 import socket
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -35,18 +34,22 @@ _log = logging.getLogger("kvtier.peer")
 class Home:
     """Listens for peers. Owned by the loop thread."""
 
-    def __init__(self, store: Store, terms: Terms, address: tuple[str, int], fame: Fame, *, members: int = 2) -> None:
+    def __init__(
+        self, store: Store, terms: Terms, address: tuple[str, int], fame: Fame, *, members: Collection[str] = ()
+    ) -> None:
         """Raises OSError where the address cannot be had. `fame`: the peer tier's; `members`: hosts of the fleet."""
         self.store = store
         self.terms = terms
-        self._paces: OrderedDict[str, Pace] = OrderedDict()
+        self._paces = {name: pace(terms.rate) for name in members}
+        self._others = pace(terms.rate)
+        """Of all that the list lacks together: who holds the key may call itself anything, each time anew."""
         self.fame = fame
         self.incarnation = random.token_bytes(8)
         self.pool = ThreadPoolExecutor(THREADS, "kvtier-home")
         family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         self._socket = socket.create_server(address, family=family, backlog=SPARE)
         self._socket.setblocking(False)
-        self._most = SPARE + members * (MAX_OPS + 1)
+        self._most = SPARE + len(members) * (MAX_OPS + 1)
         """Connections that are served: of each member its requests under way, and its pings."""
         self._admitted: set[Visit] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,11 +125,7 @@ class Home:
 
     def pace(self, peer: str) -> Pace:
         """How fast that peer may be served, over all its connections."""
-        found = self._paces.pop(peer, None) or pace(self.terms.rate)
-        self._paces[peer] = found
-        if len(self._paces) > self._most:
-            self._paces.popitem(last=False)
-        return found
+        return self._paces.get(peer, self._others)
 
 
 def _closer(sock: socket.socket) -> Callable[[asyncio.Task[None]], None]:

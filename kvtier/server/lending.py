@@ -36,4 +36,5 @@ def asked(cache: Cache, picks: tuple[Pick, ...], pages: int) -> tuple[list[tuple
 def lent_of(cache: Cache, node: Node, shared: Shared, items: list[tuple[int, int]], nbytes: int) -> Lent | None:
     """Items of a leased path, to be sent; None where not all of them are in host."""
     places, sums = lend(cache, node, items)
-    return Lent(places, sums, echo(shared.id, path_keys(cache, node)), nbytes) if places else None
+    whole = len(places) == len(items)
+    return Lent(places, sums, echo(shared.id, path_keys(cache, node)), nbytes) if whole else None

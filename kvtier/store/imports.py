@@ -278,8 +278,11 @@ class Imports:
             index.put(where, at, Tier.HOST, group, [slot], [filling.run.items[number].sum])
 
     def end(self, msg: wire.ImportEnd) -> wire.Info:
-        """How it went: pages stored, known before, and refused by reason. Raises unknown."""
-        with self.visits.using(msg.number, Import) as held:
-            counts = {name: count for name, count in held.counts.items() if count}
+        """How it went: pages stored, known before, and refused by reason. What is arriving is given up.
+
+        Raises unknown.
+        """
+        held = self.visits.of(msg.number, Import)
+        counts = {name: count for name, count in held.counts.items() if count}
         self.visits.end(msg.number)
         return wire.Info({"pages": counts})

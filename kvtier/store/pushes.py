@@ -229,14 +229,14 @@ class Pushes:
                 if missing:
                     await self.parts.loads.bring(cache, missing, self.parts.deadline(LOAD_MS))
                 places, sums = ([], []) if node.dead else lend(cache, node, items)
-                if not places:
-                    self._counts["peer_push_dropped_gone"] += 1
-                    return True
-                sent = await sink.send(places, sums)
+                sent = await sink.send(places, sums) if places else 0
                 self._counts["pages_pushed_peer"] += sent
                 self._counts["bytes_host_to_peer"] += sum(cache.item_bytes[place.group] for place in places)
-                if not sent:
+                if places and not sent:
                     return False
+                if len(places) < len(items):
+                    self._counts["peer_push_dropped_gone"] += 1
+                    return True
                 await sink.more()
         except (KvtierError, OSError, EOFError) as exc:
             _log.warning("a push to %s failed: %r", sink.node, exc)
@@ -245,22 +245,26 @@ class Pushes:
 
 
 def lend(cache: Cache, node: Node, items: list[tuple[int, int]]) -> tuple[list[Place], list[int]]:
-    """Slots and checksums of items of a leased path; none at all unless host has every one of them."""
+    """Slots and checksums of items of a leased path, up to the first page of which host lacks one of them."""
     groups: dict[int, list[int]] = {}
     for group, page in items:
         groups.setdefault(group, []).append(page)
-    places: list[Place] = []
-    sums: list[int] = []
+    found: list[tuple[Place, int]] = []
+    end = 1 + max((page for _, page in items), default=-1)
     for group, pages in groups.items():
         first, count = pages[0], pages[-1] - pages[0] + 1
         handles = cache.gather(node, group, first, count, Tier.HOST)
         known = cache.gather_sums(node, group, first, count)
         for page in pages:
+            if page >= end:
+                break
             if handles[page - first] == NO_COPY:
-                return [], []
-            places.append(Place(group, page, cache.views(group, handles[page - first])))
-            sums.append(known[page - first])
-    return places, sums
+                end = page
+                break
+            place = Place(group, page, cache.views(group, handles[page - first]))
+            found.append((place, known[page - first]))
+    kept = [pair for pair in found if pair[0].page < end]
+    return [place for place, _ in kept], [value for _, value in kept]
 
 
 def _ahead(cache: Cache, node: Node, pages: range) -> Ahead:

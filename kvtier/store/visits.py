@@ -43,12 +43,21 @@ class Visits:
     def _timer(self, number: int) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(IDLE_S, self.end, number)
 
-    @contextlib.contextmanager
-    def using(self, number: int, kind: type[T]) -> Iterator[T]:
-        """What was begun under that number, for one request at a time. Raises unknown, busy."""
+    def _find(self, number: int, kind: type[Any]) -> _Visit:
         visit = self._visits.get(number)
         if visit is None or not isinstance(visit.what, kind):
             raise KvtierError(Code.UNKNOWN, f"no {kind.__name__.lower()} {number} is under way", "number")
+        return visit
+
+    def of(self, number: int, kind: type[T]) -> T:
+        """What was begun under that number, to look at. Raises unknown."""
+        found: T = self._find(number, kind).what
+        return found
+
+    @contextlib.contextmanager
+    def using(self, number: int, kind: type[T]) -> Iterator[T]:
+        """What was begun under that number, for one request at a time. Raises unknown, busy."""
+        visit = self._find(number, kind)
         if visit.busy:
             raise KvtierError(Code.BUSY, "its last request is not answered yet", "number")
         visit.timer.cancel()
