@@ -172,3 +172,17 @@ def test_diffusion_is_refused(side: Side):
     side.dllm.dllm_algorithm = "LowConfidence"
     with pytest.raises(KvtierError, match="dllm_algorithm"):
         side.settings.refuse("weights of May", "never")
+
+
+def test_engines_of_one_process_have_two_names_and_ranks_one():
+    """What an engine's weights became is filed under its name: another's must not be found there."""
+    torch = pytest.importorskip("torch")
+    engine_name = importlib.import_module("kvtier.engines.sglang.naming").engine_name
+    assert engine_name() != engine_name()
+    store = torch.distributed.HashStore()
+    names = set()
+    for _ in range(2):  # as two ranks would
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        names.add(engine_name())
+        torch.distributed.destroy_process_group()
+    assert len(names) == 1

@@ -284,6 +284,34 @@ def test_the_fingerprint_has_what_turns_pixels_into_tokens_and_the_draft(vllm: A
     assert vllm.formats.model_fingerprint(settings) == found[0]
 
 
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_looks_at_no_request_that_adds_a_token_to_a_page(daemon: Daemon, engine: Any):
+    """Of a thousand that decode, those whose page it completes: what it costs all others is a look into a table."""
+    looked: list[str] = []
+
+    class Decoding(Request):
+        @property
+        def num_tokens(self) -> int:
+            looked.append(self.request_id)
+            return len(self.all_token_ids)
+
+    one = engine()
+    for name in "ab":
+        request = Decoding(name, TOKENS, max_tokens=100)
+        one.begin(request)
+        assert until(lambda request=request: one.matched(request, 0)[0]) == 0
+        one.allocated(request, (), 0)
+        one._asked[name].saved = 10  # of pages that are stored
+    looked.clear()
+    for tokens in (41, 42, 43):
+        one.plan(step(a=tokens, b=tokens))
+    assert looked == []
+    one.plan(step(a=43, b=44))
+    assert set(looked) == {"b"}
+
+
 # -- blocks that are copied --------------------------------------------------------------------------------------------
 
 

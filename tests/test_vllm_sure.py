@@ -368,14 +368,20 @@ def test_nothing_is_saved_while_an_image_of_its_name_is_being_read(
     assert not one.head._asked["a"].saves
 
 
-@pytest.mark.parametrize("data", [None, {"address": 1}, {"pixel_values": SimpleNamespace(data=None, field=None)}])
+@pytest.mark.parametrize(
+    "data", [None, {"address": 1}, {"pixel_values": SimpleNamespace(data=None, field=None)}, {"pixel_values": None}]
+)
 def test_an_image_whose_bytes_are_not_here_is_neither_loaded_nor_saved(rank: Callable[[], Rank], data: Any):
-    """They lie in shared memory that workers read, or came by another way."""
+    """They lie in shared memory that workers read, came by another way, or are of no form that is known."""
     image = item("ab" * 32)
     image.data = data
     one = rank()
     assert not one.saves(shown("a", image))
     assert one.finds(Request("b", TOKENS)) == 0
+    media = one.head._media
+    again = media.show(shown("c", image))
+    media.settle()
+    assert media.sure(again) is False  # it was read, as far as it can be
 
 
 def test_an_encoder_with_adapters_has_one_of_each_name(rank: Callable[[], Rank], tmp_path: Path):

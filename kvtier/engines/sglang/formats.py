@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,12 +85,3 @@ def ranks(config: Any, name: str) -> list[int]:
     heads = [0, 1] if replicated else [config.tp_rank, config.tp_size]
     split = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
     return [*heads, *split, config.dcp_rank, config.dcp_size]
-
-
-def engine_name() -> str:
-    """A name that all ranks on this host have in common and no other engine ever has: their parent, and its start."""
-    parent = os.getppid()
-    stat = Path(f"/proc/{parent}/stat").read_text()
-    started = stat.rsplit(")", 1)[1].split()[19]
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()[:48]}-{parent}-{started}-{boot[:8]}"

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName
 
 from kvtier.client import Cache, Client
 from kvtier.engines.sglang import reload
-from kvtier.engines.sglang.formats import engine_name
+from kvtier.engines.sglang.naming import engine_name
 from kvtier.engines.sglang.pools import Pool
 from kvtier.identity import CacheSpec
 

@@ -97,7 +97,7 @@ class Media:
 
     def _read(self, names: Sequence[str], features: Sequence[Any], lora: Any) -> tuple[Item, ...] | None:
         """A request's items; in the thread."""
-        found = [item_of(each) for each in features]
+        found = [_item_or_none(each) for each in features]
         with self._lock:
             for name, each, item in zip(names, features, found, strict=True):
                 # The encoder's own adapter is in the name, but not which files it has.
@@ -129,6 +129,15 @@ def item_of(feature: Any) -> Item | None:
     if hasattr(data, "__dict__"):
         setattr(data, READ, read)
     return Item(place.offset, place.offset + place.length, hashlib.sha256(read + spread).digest())
+
+
+def _item_or_none(feature: Any) -> Item | None:
+    """The same, whatever is met with: who waits for what was read must hear that it was."""
+    try:
+        return item_of(feature)
+    except Exception as exc:  # noqa: BLE001 - fields are whatever a model's processor made of an item
+        _log.warning("an item named %.80s cannot be read: %s: %s", feature.identifier, type(exc).__name__, exc)
+        return None
 
 
 def _fields(data: Any) -> list[Any]:

@@ -228,17 +228,19 @@ class Scheduler:
         return tuple(saves)
 
     def _ends(self, output: Any) -> dict[str, int]:
-        """Pages of each scheduled request whose KV is certain after this step and whose tokens are known now."""
-        cached = output.scheduled_cached_reqs
-        before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        """Pages of each scheduled request whose KV is certain after this step and whose tokens are known now.
+
+        Of those only that have more than they had, or wait for slots: most of a step's requests add a token to a page.
+        """
+        cached, scheduled, size = output.scheduled_cached_reqs, output.num_scheduled_tokens, self._size
+        before = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         ends = {}
-        for name, scheduled in output.num_scheduled_tokens.items():
-            asked = self._asked.get(name)
-            if asked is not None:
+        for name, computed in before:
+            asked, end = self._asked.get(name), computed + scheduled[name]
+            if asked is not None and (end // size > asked.saved or asked.reserving is not None):
                 drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
-                sure = before[name] + scheduled - drafts
-                ends[name] = min(sure, asked.request.num_tokens) // self._size
+                ends[name] = min(end - drafts, asked.request.num_tokens) // size
         return ends
 
     def _reserve(self, asked: Asked, end: int, table: Sequence[Sequence[int]]) -> Reservation:
