@@ -44,7 +44,7 @@ class Arc(Counting):
         super().lose(index, node, lo, hi, copies)
         lane = self.uses(node).extra or 0
         self._held[lane] -= copies
-        self._ghosts[lane].add(index, node, lo, hi, mark=True)
+        self._ghosts[lane].add(self._ghosts[lane].sampled(index, node, lo, hi), mark=True)
 
     def _count(self, node: Any) -> None:
         """The second use moves what is there to lane 1."""

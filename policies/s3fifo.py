@@ -40,7 +40,7 @@ class S3fifo(Counting):
         super().lose(index, node, lo, hi, copies)
         if self.lane(node) == 0:
             self._small -= copies
-            self._ghosts.add(index, node, lo, hi, mark=True)
+            self._ghosts.add(self._ghosts.sampled(index, node, lo, hi), mark=True)
 
     def spare(self, node: Any) -> bool:
         """What was used since it was last looked at has another round in the main queue."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress
-from operator import is_not, ne, or_
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
@@ -256,10 +254,10 @@ class Order:
         """
         heads, times = self._heads.setdefault(share, ([None] * (self._last - 1), [0.0] * (self._last - 1)))
         checked = 0
-        tops = [heap[0][2] if heap else None for heap in heaps[1:-1]]
-        seen = [0.0 if top is None else -1.0 if top.refs else top.time for top in tops]
-        changed = map(or_, map(is_not, tops, heads), map(ne, seen, times))
-        for number in compress(range(len(tops)), changed):
+        for number, heap in enumerate(heaps[1:-1]):
+            top, known = heap[0][2] if heap else None, heads[number]
+            if top is known and (top is None or (top.time == times[number] and not top.refs)):
+                continue
             heads[number] = head = self._head(heaps, share, number + 1, own)
             times[number] = head.time if head is not None else 0.0
             checked |= 1 << number

@@ -41,16 +41,16 @@ class Ghosts(Generic[M]):
         while len(self._names) > self.bound:
             self._names.popitem(last=False)
 
-    def _sampled(self, index: Any, node: Any, lo: int, hi: int) -> list[int]:
-        """Names of the pages [lo, hi) of a node that the sample is to know."""
+    def sampled(self, index: Any, node: Any, lo: int, hi: int) -> list[int]:
+        """Names of the pages [lo, hi) of a node that the sample is to know: none of most evictions in a large tier."""
         found: list[int] = index.names(node, lo, hi, self._mask)
         return found
 
-    def add(self, index: Any, node: Any, lo: int, hi: int, mark: M) -> list[M]:
-        """Pages [lo, hi) of a node were evicted; returns the marks of those that are forgotten for them."""
+    def add(self, gone: list[int], mark: M) -> list[M]:
+        """Pages of these names were evicted; returns the marks of those that are forgotten for them."""
         names = self._names
         out: list[M] = []
-        for name in self._sampled(index, node, lo, hi):
+        for name in gone:
             if name in names:
                 names.move_to_end(name)
             names[name] = mark
@@ -63,4 +63,4 @@ class Ghosts(Generic[M]):
         names = self._names
         if not names:
             return []
-        return [names.pop(name) for name in self._sampled(index, node, lo, hi) if name in names]
+        return [names.pop(name) for name in self.sampled(index, node, lo, hi) if name in names]

@@ -163,19 +163,18 @@ class ByKind(Counting):
 
     def lose(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
         """What goes is waited for a while longer."""
-        super().lose(index, node, lo, hi, copies)
+        self.size -= copies
         uses = self.note(node)
         if uses is None or uses.extra is None:
             return
         kind, tail = uses.extra
         last = hi - tail
-        forgotten = []
         if tail:
-            forgotten = self._ghosts.add(index, node, last, hi, self._gone(uses, _TAIL))
+            if names := self._ghosts.sampled(index, node, last, hi):
+                self._forget(self._ghosts.add(names, self._gone(uses, _TAIL)))
             uses.extra = STANDS[0][kind]
-        if lo < last:
-            forgotten += self._ghosts.add(index, node, lo, last, self._gone(uses, kind))
-        self._forget(forgotten)
+        if lo < last and (names := self._ghosts.sampled(index, node, lo, last)):
+            self._forget(self._ghosts.add(names, self._gone(uses, kind)))
 
     def _gone(self, uses: Uses, kind: int) -> Gone:
         return Gone(kind, uses.since, uses.mark, uses.count, self.votes(), self.clock)
@@ -242,7 +241,7 @@ class ByKind(Counting):
     def chosen(self, heads: Sequence[Any | None]) -> list[int]:
         """The lane that each rule takes."""
         tier, clock = self.tier, self.clock
-        marks = [inf if head is None else head.notes[tier].mark for head in heads]
+        marks = [head.notes[tier].mark if head else inf for head in heads]
         if clock - self._looked > self.size / FINE or not self._marks:
             self._looked = clock
             self._marks = [-1.0] * KINDS
