@@ -3,7 +3,8 @@
     python bench/gpu.py [--tiny] [--json FILE]
 
 Limits: a device-to-device memcpy of the same bytes for kernels that stay on the GPU, one pinned copy of the same bytes
-for what crosses the link, a loop of one copy per block for small blocks.
+for what crosses the link, a loop of one copy per block for small blocks. A step that fails costs no other its rows; the
+command ends with 1 then.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import msgspec
 import numpy as np
 from gpu_check import check
 from gpu_room import USUAL, Form, Room, gbps, room, ways
-from measure import Row, Target, interleave, make_row, markdown
+from measure import Row, Target, interleave, make_row, markdown, number
 
 from kvtier import quant
 from kvtier.device.find import open_device
@@ -29,6 +31,8 @@ from kvtier.device.shuttle import MOST_PAGES, Shuttle
 
 TOTAL = 256 << 20
 """Bytes that one round moves."""
+TIMES = 16
+"""Kernels in a row, where nothing but the GPU is to be timed."""
 SMALL_DIMS = {4: 32, 8: 64, 16: 128, 28: 224}
 """Widths of K and V that make blocks of so many KiB with two heads."""
 SIZES = [(1, Form(2, 32)), (1, Form(2, 128)), *((layers, USUAL) for layers in (1, 4, 8, 16, 64, 256, 1024))]
@@ -50,9 +54,14 @@ LINK = Target("ratio", ">=", 0.9)
 SMALL = Target("ratio", ">=", 5)
 
 
-def within(gpu: Any, rounds: int, layers: int, pages: int, total: int, sizes: list[tuple[int, Form]]) -> list[Row]:
-    """Kernels that stay on the GPU: each codec, and plain pages of each size."""
-    rows, stream = [], gpu.stream()
+def within(
+    gpu: Any, rounds: int, layers: int, pages: int, total: int, sizes: list[tuple[int, Form]], times: int
+) -> Iterator[Row]:
+    """Kernels that stay on the GPU: each codec, and plain pages of each size.
+
+    `times`: so many in a row, as a launch takes the host a good part of what 256 MiB take the GPU.
+    """
+    stream = gpu.stream()
     kinds = [(name, layers, pages, USUAL, "") for name in ("none", *quant.CODECS)]
     for depth, form in sizes:
         count = min(MOST_PAGES, max(1, total // (depth * form.bytes)))
@@ -66,47 +75,45 @@ def within(gpu: Any, rounds: int, layers: int, pages: int, total: int, sizes: li
             ops = moves(at.plan, slots, at.ids, (0, at.plan.layers), to_slots=to_slots)
 
             def ours(ops: Any = ops, size: int = size) -> float:
-                return gbps(size, stream, lambda: [gpu.launch(op, stream) for op in ops] and None)
+                return gbps(size, stream, lambda: [gpu.launch(op, stream) for op in ops] and None, times)
 
             def memcpy(there: Any = there, other: Any = other) -> float:
-                return gbps(there.bytes, stream, lambda: gpu.copy(other.address, there.address, there.bytes, stream))
+                copy = (other.address, there.address, there.bytes, stream)
+                return gbps(there.bytes, stream, lambda: gpu.copy(*copy), times)
 
             ours()
             got = interleave({"kvtier": ours, "memcpy": memcpy}, rounds)
             target = Target("ratio", ">=", 0.9) if name == "none" and at.plan.group.item_bytes >= 512 << 10 else None
-            rows.append(make_row("gpu", f"{verb} {name}{case}", "GB/s", got, limit="memcpy", target=target))
+            yield make_row("gpu", f"{verb} {name}{case}", "GB/s", got, limit="memcpy", target=target)
         if name == "none" and not case:
-            rows.append(sums(gpu, stream, slots, at, rounds))
+            yield sums(gpu, stream, slots, at, rounds, times)
         for memory in (there, other, at):
             memory.free()
-    return rows
 
 
-def sums(gpu: Any, stream: Any, slots: Any, at: Room, rounds: int) -> Row:
+def sums(gpu: Any, stream: Any, slots: Any, at: Room, rounds: int, times: int) -> Row:
     """Checksums of slots."""
     out = gpu.pin(8 * len(slots))
     op = summed(slots, at.plan.group.item_bytes, out.address)
-    got = interleave({"kvtier": lambda: gbps(at.bytes, stream, lambda: gpu.launch(op, stream))}, rounds)
+    got = interleave({"kvtier": lambda: gbps(at.bytes, stream, lambda: gpu.launch(op, stream), times)}, rounds)
     out.free()
     return make_row("gpu", "sums", "GB/s", got)
 
 
-def link(gpu: Any, rounds: int, total: int, sizes: list[tuple[int, Form]], depth: int) -> list[Row]:
+def link(gpu: Any, rounds: int, total: int, sizes: list[tuple[int, Form]], depth: int) -> Iterator[Row]:
     """What crosses the link: pages of each size, and small blocks of many layers."""
-    rows = []
     for layers, form in sizes:
         pages = min(MOST_PAGES, max(1, total // (layers * form.bytes)))
-        rows += crossing(room(gpu, layers, pages, form=form), f"pages of {layers * form.bytes >> 10} KiB", rounds)
+        yield from crossing(room(gpu, layers, pages, form=form), f"pages of {layers * form.bytes >> 10} KiB", rounds)
     for kib, dim in SMALL_DIMS.items():
         form = Form(2, dim)
         pages = min(MOST_PAGES, max(1, total // (depth * form.bytes)))
-        rows += crossing(room(gpu, depth, pages, form=form), f"blocks of {kib} KiB", rounds, small=True)
-    return rows
+        yield from crossing(room(gpu, depth, pages, form=form), f"blocks of {kib} KiB", rounds, small=True)
 
 
-def crossing(at: Room, case: str, rounds: int, *, small: bool = False) -> list[Row]:
+def crossing(at: Room, case: str, rounds: int, *, small: bool = False) -> Iterator[Row]:
     """One size: out and in, each way, against one copy of the same bytes, or against a loop of copies."""
-    gpu, rows = at.gpu, []
+    gpu = at.gpu
     shuttles = {way.value: Shuttle(gpu, at.plan, stage_bytes=32 << 20, way=way) for way in ways(gpu)}
     stream, flat = gpu.stream(), gpu.take(at.bytes)
     for verb in ("store", "load"):
@@ -119,14 +126,12 @@ def crossing(at: Room, case: str, rounds: int, *, small: bool = False) -> list[R
         got = interleave({**subjects, "one copy": one, "loop": loop(at, stream, verb)}, rounds)
         best = max(shuttles, key=lambda name: max(got[name]))
         large = LINK if at.plan.group.item_bytes >= 512 << 10 else None
-        row = make_row("gpu", f"{verb} {case} {best}", "GB/s", {"kvtier": got[best], **got},
+        yield make_row("gpu", f"{verb} {case} {best}", "GB/s", {"kvtier": got[best], **got},
                        limit="loop" if small else "one copy", target=SMALL if small else large)  # fmt: skip
-        rows.append(row)
     for shuttle in shuttles.values():
         shuttle.close()
     flat.free()
     at.free()
-    return rows
 
 
 def crosses(at: Room, shuttle: Shuttle, verb: str) -> Callable[[], float]:
@@ -159,7 +164,7 @@ def loop(at: Room, stream: Any, verb: str) -> Callable[[], float]:
     return run
 
 
-def overlap(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
+def overlap(gpu: Any, rounds: int, layers: int, pages: int) -> Iterator[Row]:
     """In and out at once, and the first layer."""
     out, back = room(gpu, layers, pages), room(gpu, layers, pages)
     shuttle = Shuttle(gpu, out.plan, stage_bytes=32 << 20)
@@ -178,8 +183,8 @@ def overlap(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
         other.load(back.ids, back.slots).wait()
         return (out.bytes + back.bytes) / (time.perf_counter() - start) / 1e9
 
-    rows = [make_row("gpu", "store and load at once", "GB/s", interleave({"kvtier": both, "alone": alone}, rounds),
-                     limit="alone")]  # fmt: skip
+    got = interleave({"kvtier": both, "alone": alone}, rounds)
+    yield make_row("gpu", "store and load at once", "GB/s", got, limit="alone")
 
     def first(layer: int) -> Callable[[], float]:
         def run() -> float:
@@ -193,12 +198,27 @@ def overlap(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
         return run
 
     got = interleave({"kvtier": first(0), "all layers": first(-1)}, rounds)
-    rows.append(make_row("gpu", "until the first layers are there", "ms", got, limit="all layers"))
+    yield make_row("gpu", "until the first layers are there", "ms", got, limit="all layers")
     shuttle.close()
     other.close()
     out.free()
     back.free()
-    return rows
+
+
+def run(steps: dict[str, Callable[[], Iterable[Row]]]) -> tuple[list[Row], list[str]]:
+    """The rows of all steps, each shown as it comes, and the names of those that failed."""
+    rows, failed = [], []
+    for name, step in steps.items():
+        start = time.perf_counter()
+        try:
+            for row in step():
+                rows.append(row)
+                print(f"{row.case}: {number(row.value)} {row.unit}", flush=True)
+        except Exception:  # noqa: BLE001 - the next may tell more
+            failed.append(name)
+            traceback.print_exc()
+        print(f"-- {name}: {time.perf_counter() - start:.1f} s", flush=True)
+    return rows, failed
 
 
 def main() -> None:
@@ -213,18 +233,25 @@ def main() -> None:
         print(f"no GPU: {reason}. With one, this would run:")
         print(*(f"  {n}. {step}" for n, step in enumerate(STEPS, 1)), sep="\n")
         sys.exit(0)
-    print(f"{gpu.facts.name}, {gpu.facts.processors} multiprocessors")
-    rows = check(gpu)
-    rounds, total, pages = (1, 1 << 20, 4) if args.tiny else (args.rounds, TOTAL, 128)
+    print(f"{gpu.facts.name}, {gpu.facts.processors} multiprocessors, driver {gpu.facts.driver}")
+    rounds, total, pages, times = (1, 1 << 20, 4, 1) if args.tiny else (args.rounds, TOTAL, 128, TIMES)
     layers = 2 if args.tiny else 32
     sizes = SIZES[:3] if args.tiny else SIZES
-    rows += within(gpu, rounds, layers, pages, total, sizes)
-    rows += link(gpu, rounds, total, sizes, layers)
-    rows += overlap(gpu, rounds, layers, pages)
-    rows += gpu_daemon.rows(gpu, rounds, layers, pages)
+    rows, failed = run(
+        {
+            "check": lambda: check(gpu),
+            "kernels": lambda: within(gpu, rounds, layers, pages, total, sizes, times),
+            "link": lambda: link(gpu, rounds, total, sizes, layers),
+            "overlap": lambda: overlap(gpu, rounds, layers, pages),
+            "by the daemon": lambda: gpu_daemon.launched(gpu, rounds, layers, pages),
+            "hits and decoding": lambda: gpu_daemon.engines(gpu, rounds, layers, pages),
+        }
+    )
     print(markdown(rows))
     if args.json:
         args.json.write_bytes(msgspec.json.encode(rows))
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

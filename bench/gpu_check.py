@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ LAYERS, PAGES = 3, 5
 WITHIN = Target("value", "<=", 1)
 
 
-def check(gpu: Any) -> list[Row]:
+def check(gpu: Any) -> Iterator[Row]:
     """Pages through every codec, out and in; raises where a byte differs. A row for each codec: how far values move."""
-    rows = [row for name in ("none", *quant.CODECS) for row in _checked(gpu, name)]
+    for name in ("none", *quant.CODECS):
+        yield from _checked(gpu, name)
     print("check: every byte is as numpy has it, dequantized values too")
-    return rows
 
 
 def _checked(gpu: Any, name: str) -> list[Row]:

@@ -49,6 +49,11 @@ class Engine:
         memory = [(self.shared.exported, self.shared.fd)]
         self.region = self.client.register_kv("kv", memory, planes, [token.tobytes()])
 
+    def map_device(self) -> None:
+        """Have slots on the device."""
+        if not self.client.map_device(self.at.gpu.facts.uuid):
+            raise RuntimeError(f"the device tier cannot be mapped: {self.client.device.reason}")
+
     def _share(self, gpu: Any, size: int) -> Any:
         """The KV, so that the daemon can map it."""
         self.shared = gpu.share(size)
@@ -87,26 +92,31 @@ def engine(gpu: Any, layers: int, pages: int, form: Form = USUAL) -> Iterator[En
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         daemon = stack.enter_context(Daemon(home, host=str(8 * size + (16 << 20)), disk="0", flags=flags))
-        one = Engine(daemon, gpu, layers, pages, form)
-        stack.callback(one.close)
-        yield one
+        try:
+            one = Engine(daemon, gpu, layers, pages, form)
+            stack.callback(one.close)
+            yield one
+        except Exception:
+            print(daemon.log.read_text()[-4000:], flush=True)  # it goes with its folder
+            raise
 
 
-def rows(gpu: Any, rounds: int, layers: int, pages: int) -> list[Row]:
-    """What the daemon copies, hits, then decoding beside loads."""
-    out = []
+def launched(gpu: Any, rounds: int, layers: int, pages: int) -> Iterator[Row]:
+    """What the daemon copies."""
     for form in (USUAL, SMALL):
         with engine(gpu, layers, pages, form) as one:
-            out += gpu_launched.rows(one, gpu, rounds, f"blocks of {form.bytes >> 10} KiB")
+            yield from gpu_launched.rows(one, gpu, rounds, f"blocks of {form.bytes >> 10} KiB")
+
+
+def engines(gpu: Any, rounds: int, layers: int, pages: int) -> Iterator[Row]:
+    """Hits, and decoding beside loads."""
     with engine(gpu, layers, pages) as one:
         here = one.put(0, device=False)
-        out += hits(one, gpu, rounds, "in host", here)
-        out += decode(one, gpu, rounds, here)
-        if not one.client.map_device():
-            raise RuntimeError(f"the device tier cannot be mapped: {one.client.device.reason}")
+        yield from hits(one, gpu, rounds, "in host", here)
+        yield from decode(one, gpu, rounds, here)
+        one.map_device()
         there = one.put(1 << 20, device=True)
-        out += hits(one, gpu, rounds, "on the device", there)
-    return out
+        yield from hits(one, gpu, rounds, "on the device", there)
 
 
 def hits(one: Engine, gpu: Any, rounds: int, where: str, keys: bytes) -> list[Row]:
@@ -141,7 +151,7 @@ def hits(one: Engine, gpu: Any, rounds: int, where: str, keys: bytes) -> list[Ro
     return [make_row("gpu", f"hit to the first layers, pages {where}", "ms", got, limit="all layers")]
 
 
-def decode(one: Engine, gpu: Any, rounds: int, keys: bytes) -> list[Row]:
+def decode(one: Engine, gpu: Any, rounds: int, keys: bytes) -> Iterator[Row]:
     """What loads do to a memory-bound kernel on the engine's stream, by who launches them and how."""
     at, stream = one.at, gpu.stream(urgent=True)
     there = gpu.take(at.bytes)
@@ -165,12 +175,12 @@ def decode(one: Engine, gpu: Any, rounds: int, keys: bytes) -> list[Row]:
 
         return run
 
-    out = [row(name, interleave({"kvtier": busy(load), "alone": busy(None)}, rounds)) for name, load in begin.items()]
+    for name, load in begin.items():
+        yield row(name, interleave({"kvtier": busy(load), "alone": busy(None)}, rounds))
     lease.release()
     for shuttle in shuttles.values():
         shuttle.close()
     there.free()
-    return out
 
 
 def row(name: str, got: Samples) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,18 +20,15 @@ AWAY = 1 << 22
 """Between the tokens of one path of pages and of the next."""
 
 
-def rows(one: Engine, gpu: Any, rounds: int, case: str) -> list[Row]:
+def rows(one: Engine, gpu: Any, rounds: int, case: str) -> Iterator[Row]:
     """Each direction in each tier, by the daemon, by the client's own shuttle, and one copy of the same bytes."""
-    if not one.client.map_device():
-        raise RuntimeError(f"the device tier cannot be mapped: {one.client.device.reason}")
-    out = []
+    one.map_device()
     for number, (where, device) in enumerate((("host", False), ("device", True))):
         keys = one.put(number * AWAY, device=device)
-        out.append(_store(one, gpu, rounds, case, where))
-        out.append(_load(one, gpu, rounds, case, where, keys))
-    out.append(_shift(one, gpu, rounds, case, up=False))
-    out.append(_shift(one, gpu, rounds, case, up=True))
-    return out
+        yield _store(one, gpu, rounds, case, where)
+        yield _load(one, gpu, rounds, case, where, keys)
+    yield _shift(one, gpu, rounds, case, up=False)
+    yield _shift(one, gpu, rounds, case, up=True)
 
 
 def _store(one: Engine, gpu: Any, rounds: int, case: str, where: str) -> Row:

@@ -73,13 +73,14 @@ def room(
     return Room(gpu, made, planes, np.random.default_rng(0).permutation(blocks)[:pages], slots, memory, pinned)
 
 
-def gbps(size: int, stream: Any, act: Callable[[], None]) -> float:
-    """GB/s of work that is queued on a stream and waited for."""
+def gbps(size: int, stream: Any, act: Callable[[], None], times: int = 1) -> float:
+    """GB/s of work that is queued on a stream, so many times one after the other, and waited for."""
     stream.synchronize()
     start = time.perf_counter()
-    act()
+    for _ in range(times):
+        act()
     stream.synchronize()
-    return size / (time.perf_counter() - start) / 1e9
+    return times * size / (time.perf_counter() - start) / 1e9
 
 
 def ways(gpu: Any) -> list[Way]:

@@ -28,6 +28,7 @@ struct __align__(32) Plane {
 __device__ float settled(float x) { return fabsf(x) < 1.17549435e-38f ? 0.0f : x; }
 
 struct Bf16 {
+  static __device__ float largest() { return 0x1.FEp127f; }
   static __device__ float low(u32 pair) { return __uint_as_float(pair << 16); }
   static __device__ float high(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
   static __device__ u32 pack(float low, float high) {
@@ -39,6 +40,7 @@ struct Bf16 {
 };
 
 struct Fp16 {
+  static __device__ float largest() { return 65504.0f; }
   static __device__ float wide(unsigned short half) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
@@ -110,7 +112,8 @@ struct Whole {  // codes 0..TOP
   }
 
   static __device__ float value(u32 code, const Scale& s) {
-    return __fadd_rn(__fmul_rn(__uint2float_rn(code & TOP), s.step), s.least);
+    const float x = __fadd_rn(__fmul_rn(__uint2float_rn(code & TOP), s.step), s.least);
+    return x > E::largest() ? E::largest() : x;  // the step was rounded up; NaN stays
   }
 
   static __device__ void values(u32 codes, float* x, const Scale& a, const Scale& b) {

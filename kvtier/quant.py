@@ -21,6 +21,7 @@ TINY: Final = np.float32(1e-30)
 """A scale below this is 0: the group's values come back as its least one."""
 NORMAL: Final = np.float32(1.17549435e-38)
 MOST_DIM: Final = 1024
+LARGEST: Final = {"bf16": np.float32(float.fromhex("0x1.FEp127")), "fp16": np.float32(65504)}
 _OVER: Final = {"int8": "0x1.010102p-8", "int4": "0x1.111112p-4", "fp8": "0x1.24924ap-9"}
 """1/255, 1/15 and 1/448 in float32, rounded up."""
 
@@ -225,7 +226,8 @@ def _values(codes: Array, word: Array, kind: str, element: str) -> Array:
         return _flushed(_of_e4m3(codes) * word.view(np.float32))
     least = widen((word & 0xFFFF).astype(np.uint16), element)
     step = widen((word >> 16).astype(np.uint16), element)
-    return _flushed(_flushed(codes.astype(np.float32) * step) + least)
+    x = _flushed(_flushed(codes.astype(np.float32) * step) + least)
+    return np.where(x > LARGEST[element], LARGEST[element], x)  # the step was rounded up
 
 
 def _flushed(values: Array) -> Array:

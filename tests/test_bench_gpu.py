@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,26 @@ def test_tiny_runs_every_step_on_whatever_is_there(tmp_path: Path):
         "beside a load by the daemon",
     ):
         assert any(word in case for case in cases), word
+
+
+def test_a_step_that_fails_costs_no_other_its_rows():
+    """The first run on a GPU tells of all that works there, and of all that does not, and ends with 1."""
+    code = (
+        "import gpu, gpu_daemon\n"
+        "def row(case):\n"
+        "    return gpu.make_row('gpu', case, 'ms', {'kvtier': [1.0]})\n"
+        "def fails(*_):\n"
+        "    yield row('before it failed')\n"
+        "    raise RuntimeError('an illegal memory access')\n"
+        "gpu.check = gpu.link = fails\n"
+        "gpu.within = gpu.overlap = gpu_daemon.launched = gpu_daemon.engines = lambda *_: [row('well')]\n"
+        "gpu.main()\n"
+    )
+    paths = os.pathsep.join([str(BENCH.parent), str(BENCH.parents[1])])
+    command = [sys.executable, "-c", code, "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}, timeout=60)
+    assert done.returncode == 1
+    assert "failed: check, link" in done.stderr
+    assert done.stderr.count("an illegal memory access") == 2
+    assert done.stdout.count("| before it failed |") == 2
+    assert done.stdout.count("| well |") == 4

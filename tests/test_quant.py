@@ -49,6 +49,20 @@ def test_values_come_back_within_the_bound(kind: str, axis: str, element: str):
 
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize(("kind", "axis"), WAYS)
+def test_the_largest_values_come_back_finite(kind: str, axis: str, element: str):
+    """A step is rounded up, so that the last code stands for more than the largest value: never for infinity."""
+    most = np.float32(65504 if element == "fp16" else 1.69e38)
+    raw = quant.narrow(np.linspace(-most, most, 2 * 32 * 64, dtype=np.float32), element).reshape(2, 32, 64)
+    raw[:, :, 0], raw[:, :, 63], raw[:, 31] = raw[0, 0, 0], raw[1, 31, 63], raw[1, 31, 63]
+    codes, words = quant.pack(raw, kind, axis, element)
+    back = quant.widen(quant.unpack(codes, words, kind, axis, element), element)
+    assert np.isfinite(back).all()
+    off = np.abs(back.astype(np.float64) - quant.widen(raw, element))
+    assert (off <= quant.bound(raw, words, kind, axis, element)).all()
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize(("kind", "axis"), WAYS)
 def test_equal_values_come_back_exactly(kind: str, axis: str, element: str):
     """A group of one value (zero, one, minus 2.5) has no error at all."""
     for value in (0.0, 1.0, -2.5):
