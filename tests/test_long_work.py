@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,18 +15,19 @@ import pytest
 
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
-from kvtier.identity import Shape, Slice, chain_keys
-from kvtier.index import base
-from kvtier.store import Store, loads, scrub, slices, space
+from kvtier.identity import GroupSpec, Shape, Slice, chain_keys
+from kvtier.index import ANY, Node, base
+from kvtier.store import Store, diskroom, loads, scrub, slices, space
 from kvtier.store.reserve import ABORTED, OPEN
 from kvtier.store.runs import names_of
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import SlotPool
-from kvtier.types import Tier
+from kvtier.types import Kind, Tier
 from storekit import MIB, drop_host, memfd, quiet, rows, storing, until
 
 PAGES = 300
 PATH = tokens(*range(PAGES))
+KEYED = spec((GroupSpec(Kind.FULL, 1, 1, 64),), key_bytes=16)
 HALVES = ((Slice(0, 2, 0, 1),), (Slice(0, 2, 1, 2),))
 
 
@@ -42,6 +44,14 @@ def frees(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(SlotPool, "free", counted)
     return seen
+
+
+async def stored_keys(engine: Engine, count: int) -> None:
+    """So many keys of a keyed cache."""
+    for at in range(0, count, 500):
+        names = b"".join(number.to_bytes(16, "little") for number in range(at, at + 500))
+        reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, names))
+        await engine.call(wire.Commit(reserved.reservation, 0, 500))
 
 
 def fastest(call: Callable[[], object], tries: int = 7) -> float:
@@ -158,6 +168,41 @@ async def test_others_have_their_turn_while_much_is_evicted_for_a_large_reservat
         assert turns > 100
         engine.leave()
         assert idle(store) == []
+
+
+async def test_others_have_their_turn_while_much_goes_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four MiB of pages of 64 bytes are as many evictions as there are pages: they go in slices."""
+    monkeypatch.setattr(diskroom, "SLICE_S", 0.0, raising=False)
+    async with storing(tmp_path, host=8 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(KEYED)
+        await stored_keys(engine, 500)
+        await quiet(store)
+        index, room = store.parts.caches[engine.opened.cache].index, store.parts.persist.room
+        room.evict_own(4 * MIB, ANY)
+        assert room.gave_way
+        assert 0 < 500 - index.copies[Tier.DISK] < 10
+        engine.leave()
+
+
+async def test_what_was_cut_of_a_cache_with_many_keys_is_freed_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not all of it at the end of the last slice, which would take as long as thousands of cuts."""
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    async with storing(None, host=8 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(KEYED)
+        await stored_keys(engine, 1000)
+        index = store.parts.caches[engine.opened.cache].index
+        before = sum(isinstance(each, Node) for each in gc.get_objects())
+        await engine.call(wire.Reset(engine.opened.cache))
+        await until(lambda: index.nodes < 500)
+        assert index.nodes > 100
+        gone = before - sum(isinstance(each, Node) for each in gc.get_objects())
+        assert gone > 0.5 * (1000 - index.nodes)
+        engine.leave()
+        await until(lambda: not index.nodes)
 
 
 async def test_much_is_evicted_however_slow_the_loop_is(monkeypatch: pytest.MonkeyPatch) -> None:

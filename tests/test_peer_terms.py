@@ -219,6 +219,20 @@ async def test_page_numbers_that_are_none_are_refused_by_name_and_the_connection
         sink.close()
 
 
+async def test_a_question_that_the_socket_does_not_take_at_once_is_asked_whole(tmp_path: Path) -> None:
+    """Two hosts, a connection that was used before, and a path longer than a small buffer: it is found in time."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 2.0), Terms("far", secrets, 2.0)) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        for pipe in tier._nodes["far"]._idle:
+            pipe.stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH + tokens(*range(100, 400_000)), 0)
+        source.close()
+        assert source.pages == 9
+        assert tier.counts["peer_failures"] == 0
+
+
 async def test_a_cancelled_fetch_that_asks_again_is_cancelled(tmp_path: Path, monkeypatch) -> None:
     """It asks once more on another connection, without one of its own: the cancellation is not taken for a miss."""
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))

@@ -660,7 +660,7 @@ async def test_an_engine_that_dies_while_its_pages_are_summed_loses_nothing_of_o
 
 async def test_engines_are_served_while_the_catalogue_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages stored again before their records are indexed lose nothing of what hangs below them on disk."""
-    monkeypatch.setattr("kvtier.store.parts.SLICE_S", 0.0)
+    monkeypatch.setattr("kvtier.store.restore.SLICE_S", 0.0)
     trunk = tokens(*range(1, 101))
     branches = [trunk[: at * 8] + tokens(900 + at, 901 + at) for at in (3, 50, 70, 99)]
     async with storing(tmp_path) as store:

@@ -184,7 +184,9 @@ class Direct:
         return pipe, find
 
     async def _answers(self, node: Node, pipe: Pipe, within_s: float) -> bool:
-        """Whether something comes on a connection that soon."""
+        """Whether something comes on a connection that soon; not where some of the question is to be sent yet."""
+        if not pipe.stream.sent:
+            return False
         try:
             await pipe.stream.something(within_s)
         except TimeoutError:

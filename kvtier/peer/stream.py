@@ -55,6 +55,11 @@ class Stream:
             sent = self.sock.send(self._unsent)
             self._unsent = self._unsent[sent:]
 
+    @property
+    def sent(self) -> bool:
+        """Whether the kernel has taken all that was to be sent."""
+        return not self._unsent
+
     async def send(self, raw: bytes) -> None:
         """Send all of it."""
         if raw:

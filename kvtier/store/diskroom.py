@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any, Final
 
 from kvtier.index import ANY, Node, Order
 from kvtier.store.cache import Cache
 from kvtier.store.evictions import Evictions
+from kvtier.store.slices import SLICE_S
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.types import Tier
@@ -83,7 +85,7 @@ class DiskRoom:
 
     def evict_own(self, over: int, share: int) -> None:
         """Evict what is over a quota, some of it at a time."""
-        self.gave_way = self.evict(min(over, MOST_OWN), share)
+        self.gave_way = self.evict(min(over, MOST_OWN), share, SLICE_S)
 
     def ahead_soon(self) -> None:
         """Make room when the loop has its next turn, where the reserve is drawn on.
@@ -98,17 +100,21 @@ class DiskRoom:
         """Evict a slice of what the reserve lacks, and another until it is whole or nothing goes."""
         self._making_ahead = False
         lacking = self._lacking()
-        if lacking > 0 and self.evict(min(lacking, MOST_OWN)):
+        if lacking > 0 and self.evict(min(lacking, MOST_OWN), slice_s=SLICE_S):
             self.ahead_soon()
 
     def _lacking(self) -> int:
         """Bytes that the reserve is short of, where those are there that are being freed."""
         return self.reserve - self._room(ANY)
 
-    def evict(self, nbytes: int, share: int = ANY) -> bool:
-        """Free at least `nbytes` of cold pages on disk, of one quota or of all; False when nothing is free to go."""
+    def evict(self, nbytes: int, share: int = ANY, slice_s: float = math.inf) -> bool:
+        """Free at least `nbytes` of cold pages on disk, of one quota or of all; False when nothing is free to go.
+
+        Ends after `slice_s`, once something went: small pages are many.
+        """
         freed = pages = 0
-        while freed < nbytes:
+        until = time.perf_counter() + slice_s
+        while freed < nbytes and not (freed and time.perf_counter() > until):
             taken = self.order.pop(self.ways.now(), share)
             if taken is None:
                 break

@@ -192,14 +192,15 @@ def _spans(cache: Cache) -> Iterator[Span]:
 
     A node that is split is noted from the first page that it had, what is joined to the node below it is noted there.
     """
-    stack = [(node, 0) for node in (cache.index.root.children or {}).values()]
-    while stack:
-        node, first = stack.pop()
-        if not node.dead:
-            if node.live:
-                yield Span(node, first, node.depth + node.live)
-            first = node.end
-        stack += [(child, first) for child in (node.children or {}).values()]
+    for top in list((cache.index.root.children or {}).values()):
+        stack = [(top, 0)]
+        while stack:
+            node, first = stack.pop()
+            if not node.dead:
+                if node.live:
+                    yield Span(node, first, node.depth + node.live)
+                first = node.end
+            stack += [(child, first) for child in (node.children or {}).values()]
 
 
 def _plan(cache: Cache, node: Node, first: int, end: int) -> tuple[list[Copy], int]:

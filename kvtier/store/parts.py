@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from kvtier.events.feed import Feed
     from kvtier.store.peers import Peers
 
-SLICE_S = 1e-3
-"""Long work on the loop lets others go first this often."""
 MAX_CACHES = 4096
 MAX_EPOCHS = 1 << 16
 """Caches that were reset, remembered while nobody has them open where no disk does it."""

@@ -32,12 +32,13 @@ def popped(stack: list[T]) -> Iterator[T]:
 
 
 def leaves(tops: list[Node]) -> Iterator[Node]:
-    """A leaf of some subtree, again and again until all of them were cut.
+    """A leaf of some subtree (of siblings, which may be many), again and again until all of them were cut.
 
     So is what a match has made of their beginnings meanwhile: a node above one that it split, one that others were
     joined to.
     """
-    for top, first in [(top, top.depth) for top in tops]:
+    first = tops[0].depth if tops else 0
+    for top in popped(tops):  # to free so many at the end would take as long as to cut some thousands of them
         yield from _leaves(top)
         seen, beside = {top}, _beside(top, first)
         while beside:
