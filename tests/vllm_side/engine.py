@@ -22,8 +22,13 @@ class Engine:
     """One LLM; each public method is a thing that can be told."""
 
     asked = 0
+    inside: dict[str, list[float]]
+    """While it is clocked: seconds in each method of the connector: by the clock, and of the processor."""
     connectors: dict[bool, list[Any]] | None = None
     """The scheduler's and the worker's, as `attach` changes them."""
+
+    def __init__(self) -> None:
+        self.inside = {}
 
     def start(self, model: str, **options: Any) -> dict[str, Any]:
         """Build the engine."""
@@ -51,22 +56,27 @@ class Engine:
         scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = self.connectors[on]
         return {}
 
-    def clock(self) -> dict[str, Any]:
-        """From now on note how long the connector's own methods take: by the clock, and of this thread's processor."""
+    def clock(self, on: bool) -> dict[str, Any]:
+        """Note how long the connector's own methods take, by the clock and of this thread's processor, or do not."""
         from importlib import import_module
+
+        if on == bool(self.inside):
+            return {}
 
         transfer = self.llm.llm_engine.vllm_config.kv_transfer_config
         ours = transfer.kv_connector_module_path
         module = import_module(ours or "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
         kind = getattr(module, transfer.kv_connector)
-        self.inside: dict[str, list[float]] = {}
         for name, method in list(vars(kind).items()):
-            if callable(method) and not name.startswith("_"):
+            if on and callable(method) and not name.startswith("_"):
                 setattr(kind, name, self._clocked(name, method))
+            elif not on and name in self.inside:
+                setattr(kind, name, method.__wrapped__)
+        self.inside = self.inside if on else {}
         return {}
 
     def _clocked(self, name: str, method: Any) -> Any:
-        spent = self.inside.setdefault(name, [0.0, 0.0])
+        spent = self.inside[name] = [0.0, 0.0]
 
         def clocked(*args: Any, **more: Any) -> Any:
             began, ran = time.perf_counter(), time.thread_time()
@@ -106,7 +116,7 @@ class Engine:
         return found | {"tokens": list(out.outputs[0].token_ids)}
 
     def _spent(self) -> dict[str, list[float]]:
-        return {name: list(spent) for name, spent in getattr(self, "inside", {}).items()}
+        return {name: list(spent) for name, spent in self.inside.items()}
 
     def generate(
         self, prompts: list[list[int]], tokens: int = 8, salts: list[str] | None = None, lora: str | None = None,
