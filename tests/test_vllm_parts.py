@@ -100,11 +100,12 @@ def test_a_request_that_goes_on_while_its_look_up_runs_leaves_no_lease(
 ):
     """VLLM may compute a request whose look-up is not over, end it, or reset: what is leased later is given back."""
     put(daemon, SPEC)
-    one, found, go = engine(), threading.Event(), threading.Event()
+    one, began, found, go = engine(), threading.Event(), threading.Event(), threading.Event()
     find = one._finder.find
     leases = []
 
     def slowly(*args: Any) -> Any:
+        began.set()
         assert go.wait(30)
         leases.append(find(*args))
         found.set()
@@ -114,6 +115,7 @@ def test_a_request_that_goes_on_while_its_look_up_runs_leaves_no_lease(
     request = Request("a", TOKENS)
     one.begin(request)
     assert one.matched(request, 0) == (None, False)
+    assert began.wait(30)  # else it is cancelled before it asks
     end = {"allocated": lambda: one.allocated(request, (list(range(20)),), 0), "finished": lambda: one.finished("a"),
            "reset": one.reset}  # fmt: skip
     end[way]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -101,3 +102,11 @@ def test_memory_that_cannot_be_mapped_ends_no_step(
     head.heard(worker.take_done())
     act(worker, head.plan(step()))
     assert soon(lambda: not reserved(daemon))
+
+
+def test_workers_on_other_hosts_are_refused_by_name(rank: tuple[Any, Any]):
+    """They have no memory in common with this daemon: each load would fail, and no save would ever be whole."""
+    head, worker = rank
+    there = dataclasses.replace(worker.formats(), host="another")
+    with pytest.raises(KvtierError, match="host"):
+        head.agree([worker.formats(), there])
