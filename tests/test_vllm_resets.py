@@ -1,7 +1,8 @@
-"""What vLLM's connector holds of the daemon while its cache is reset: given back, on a real daemon."""
+"""What vLLM's connector holds of the daemon is given back, whatever comes between: on a real daemon."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from kvtier import wire
 from kvtier.client import Client
 from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
+from kvtier.types import Code, KvtierError
 from vllmstub import Request, adapters, config, paged, step
 from weightkit import safetensors
 
@@ -60,9 +62,9 @@ def act(worker: Any, plan: Any) -> Any:
 def soon(true: Any) -> bool:
     """Whether it comes true in a while."""
     deadline = time.monotonic() + 10
-    while not true() and time.monotonic() < deadline:
+    while not (got := true()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return bool(true())
+    return bool(got)
 
 
 @pytest.mark.parametrize("resets", [1, 2])
@@ -80,3 +82,31 @@ def test_slots_that_were_reserved_before_a_reset_are_given_back(rank: tuple[Any,
         assert head.reset()
     act(worker, head.plan(step()))
     assert soon(lambda: not reserved(daemon))
+
+
+def test_memory_that_cannot_be_mapped_ends_no_step(
+    rank: tuple[Any, Any], daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+):
+    """Where saves are copied within the step, as on a GPU without kernels: the save is given up, its slots return."""
+
+    def refused(*args: Any) -> None:
+        raise KvtierError(Code.IO, "mmap: Cannot allocate memory")
+
+    head, worker = rank
+    monkeypatch.setattr(worker._copies, "aside", False)
+    monkeypatch.setattr(worker._copies, "_save", refused)
+    request = Request("a", TOKENS)
+    head.begin(request)
+    assert soon(functools.partial(looked_up, head, request))
+    assert soon(lambda: act(worker, head.plan(step(a=40))).saves)
+    head.heard(worker.take_done())
+    act(worker, head.plan(step()))
+    assert soon(lambda: not reserved(daemon))
+
+
+def test_workers_on_other_hosts_are_refused_by_name(rank: tuple[Any, Any]):
+    """They have no memory in common with this daemon: each load would fail, and no save would ever be whole."""
+    head, worker = rank
+    there = dataclasses.replace(worker.formats(), host="another")
+    with pytest.raises(KvtierError, match="host"):
+        head.agree([worker.formats(), there])

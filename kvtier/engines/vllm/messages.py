@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,6 +18,11 @@ Blocks = tuple[Sequence[int], ...]
 """Block numbers per group, one for each page; 0, vLLM's null block, where the group keeps none for the page."""
 
 
+def booted() -> str:
+    """What no other host has, and all containers of this one."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 @dataclass(frozen=True)
 class Formats(KVConnectorHandshakeMetadata):  # type: ignore[misc] # vLLM is not there when types are checked
     """From a worker, once: the cache that its KV belongs to."""
@@ -27,6 +33,8 @@ class Formats(KVConnectorHandshakeMetadata):  # type: ignore[misc] # vLLM is not
     """Workers that hold the same shard."""
     device: bool = False
     """Whether the worker maps the daemon's device memory, so that slots may be there."""
+    host: str = field(default_factory=booted)
+    """Where it runs: only there is the daemon's memory."""
 
 
 class Weights(NamedTuple):

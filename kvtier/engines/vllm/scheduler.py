@@ -24,7 +24,7 @@ from kvtier.engines.vllm.formats import changed
 from kvtier.engines.vllm.holdings import Holdings
 from kvtier.engines.vllm.keys import Keys
 from kvtier.engines.vllm.media import Media
-from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save
+from kvtier.engines.vllm.messages import Done, Formats, Load, Plan, Save, booted
 from kvtier.engines.vllm.outcomes import outcome
 from kvtier.engines.vllm.planes import NULL_BLOCK
 from kvtier.identity import CacheSpec
@@ -71,7 +71,9 @@ class Scheduler:
         self.counts: Counter[str] = Counter()
 
     def agree(self, formats: Sequence[Formats]) -> None:
-        """Open the cache that all workers have opened; raises bad_request where they differ."""
+        """Open the cache that all workers have opened; raises bad_request where they differ, or are elsewhere."""
+        if {each.host for each in formats} != {booted()}:
+            raise bad("workers", "all on the host of vLLM's scheduler, as its daemon's memory is")
         specs = {each.spec for each in formats}
         if len(specs) != 1:
             raise bad("workers", "KV of one format", len(specs))

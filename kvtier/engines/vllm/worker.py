@@ -273,7 +273,12 @@ class Worker:
 
     def _save(self, save: Save, held: Reservation) -> None:
         """Begin to copy a save out; a thread ends it and has it committed."""
-        ended = self._copies.save(held, save.first, save.blocks)
+        try:
+            ended = self._copies.save(held, save.first, save.blocks)
+        except KvtierError as exc:  # its memory cannot be mapped: no reason to end the engine's step
+            _log.warning("a save is given up: %s", exc)
+            self._give_up(save, held)
+            return
         future = self._copier.submit(self._end, save, held, ended)
         if self._copies.aside:
             self._reading = [copy for copy in self._reading if not copy.done()]
