@@ -233,3 +233,23 @@ def test_a_kernel_is_looked_up_once(opened: tuple[Any, Runtime], monkeypatch: py
     opened[0].compile([op, op])
     opened[0].compile([op])
     assert asked == ["sum_slots"]
+
+
+def test_shared_memory_is_whole_blocks_of_the_drivers(opened: tuple[Any, Runtime]):
+    """A handle shares the blocks of 2 MiB that an allocation lies in: nothing else of this process is in them."""
+    device, runtime = opened
+    library, at, sizes = LibCuda(), ctypes.c_uint64(), []
+
+    def malloc(size: int) -> int:
+        sizes.append(size)
+        with library.current(1):
+            library.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
+        return at.value
+
+    runtime.malloc = malloc
+    shared = device.share((3 << 20) + 4096)
+    assert sizes == [4 << 20]
+    told = shared.exported
+    assert (told.allocation, told.offset, told.size) == (4 << 20, 0, (3 << 20) + 4096)
+    with library.current(1):
+        library.call("cuMemFree_v2", at)

@@ -33,7 +33,7 @@ size, token, ordinal = int(sys.argv[2]), bytes.fromhex(sys.argv[3]), int(sys.arg
 with library.current(ordinal):
     library.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size + 4096))
     library.call("cuMemcpyHtoD_v2", ctypes.c_uint64(at.value + size), token, ctypes.c_size_t(len(token)))
-    told, _ = library.export(library.uuid(ordinal), at.value, size + 4096)
+told, _ = library.export(library.uuid(ordinal), at.value, size + 4096)
 with socket.socket(fileno=int(sys.argv[1])) as sock:
     sock.sendall(msgspec.msgpack.encode(told))
     sock.recv(1)
@@ -139,7 +139,7 @@ def test_a_process_does_not_open_its_own_handle(library: LibCuda):
     at = ctypes.c_uint64()
     with library.current(0):
         library.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(SIZE))
-        told, fd = library.export(library.uuid(0), at.value + 4096, 4096)
+    told, fd = library.export(library.uuid(0), at.value + 4096, 4096)
     assert (fd, told.offset, told.allocation) == (-1, 4096, SIZE)
     with pytest.raises(KvtierError, match="cuIpcOpenMemHandle_v2: invalid device context"):
         library.open_handle(0, told.handle)

@@ -184,6 +184,20 @@ def test_an_engine_without_a_driver_is_told_so():
     assert "no CUDA driver" in device.reason or "no GPU" in device.reason
 
 
+def test_a_driver_that_does_not_unmap_costs_the_engine_nothing():
+    """A lost connection's device memory cannot be unmapped: all else of it is, and nobody's call fails by that."""
+    left = []
+
+    def fails() -> None:
+        raise KvtierError(Code.IO, "cuIpcCloseMemHandle: an illegal memory access (700)")
+
+    arenas = Arenas([], [])
+    arenas.place(1024, 1 << 40, MIB, fails)
+    arenas.place(1025, 1 << 41, MIB, lambda: left.append(1025))
+    assert arenas.unmap()
+    assert left == [1025]
+
+
 class Batches:
     """The part of a CUDA driver that copies many stretches by one call, as one of two ages has it."""
 

@@ -144,6 +144,21 @@ def test_a_way_that_the_driver_refuses_is_none(tmp_path: Path):
     assert again.seconds == paths.seconds
 
 
+def test_a_device_without_room_for_it_is_left_as_it_was(tmp_path: Path):
+    """All memory but a little is the tier's: nothing can be measured, and nothing of the little is kept."""
+
+    class Small(Costly):
+        def take(self, size: int) -> Any:
+            if self.taken:
+                raise KvtierError(Code.NO_SPACE, "out of memory")
+            return super().take(size)
+
+    device = Small()
+    with pytest.raises(KvtierError, match="out of memory"):
+        Paths(device, tmp_path, lambda: device.now)
+    assert device.taken == []
+
+
 def test_a_device_that_fails_has_no_table(tmp_path: Path):
     """What no driver refuses was: nothing is kept, and it is the caller's to hear."""
     device = Costly()

@@ -81,7 +81,7 @@ def keys() -> bytes:
 
 def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daemon, device: Any, engine: Engine):
     """Map by handle, gather on the engine's stream into slots, commit after it, scatter from leased slots."""
-    assert engine.client.map_device(), engine.client.device.reason
+    assert engine.client.map_device(device.facts.uuid), engine.client.device.reason
     before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
     held = engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=True)
     slots = np.array([held.address(0, page) for page in range(PAGES)], np.uint64)
@@ -101,7 +101,7 @@ def test_an_engine_decodes_in_the_daemons_memory(daemon: Daemon, device: Any, en
 
     All of them are read where they were computed until the request ends, and are a hit of others from then on.
     """
-    assert engine.client.map_device(), engine.client.device.reason
+    assert engine.client.map_device(device.facts.uuid), engine.client.device.reason
     before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
     per, stride = engine.plan.per, engine.cache.spec.stride
     path = engine.cache.match(keys()[: 2 * stride])
@@ -133,7 +133,7 @@ def test_hot_pages_come_up_and_are_read_there(daemon: Daemon, device: Any, engin
     with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000) as held:
         assert held.write_pages(0, 0, pinned.data.reshape(PAGES, -1))
         assert held.commit() == PAGES
-    assert engine.client.map_device(), engine.client.device.reason
+    assert engine.client.map_device(device.facts.uuid), engine.client.device.reason
     engine.fill(np.zeros(len(engine.kv.bytes), np.uint8))
 
     def up() -> bool:

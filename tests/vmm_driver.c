@@ -211,6 +211,7 @@ CUresult cuMemFree(CUdeviceptr at) {
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr at) {
   ENTER("cuIpcGetMemHandle");
+  NEED_CONTEXT();
   struct Alloc* alloc = alloc_of(at);
   if (!alloc || (CUdeviceptr)alloc->at != at || alloc->name.pid != getpid()) return INVALID;
   memset(handle, 0, sizeof *handle);
@@ -339,6 +340,7 @@ CUresult cuMemSetAccess(CUdeviceptr at, size_t size, const CUmemAccessDesc* what
 
 CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* size, CUdeviceptr at) {
   ENTER("cuMemGetAddressRange_v2");
+  NEED_CONTEXT();
   struct Range* range = range_of(at);
   struct Alloc* alloc = alloc_of(at);
   if (!range && !alloc) return INVALID;

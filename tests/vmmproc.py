@@ -48,7 +48,8 @@ def write(library: LibCuda, address: int, data: bytes) -> None:
 def main() -> None:
     """Serve the test."""
     library = LibCuda()
-    address = take(library, CHUNK)
+    with library.current(0):
+        address = take(library, CHUNK)
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         for line in sock.makefile():
             verb, *arguments = json.loads(line)

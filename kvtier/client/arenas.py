@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ _PROT_NONE: Final = 0
 _MAP_FIXED_NOREPLACE: Final = 0x100000
 _HOLE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
 
+_log = logging.getLogger("kvtier.client")
 _libc = ctypes.CDLL(None)  # its calls let go of the GIL
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -75,7 +77,10 @@ class Arenas:
         self._rows.pop(arena, None)
         place = self._places.pop(arena, None)
         if place is not None:
-            place[2]()
+            try:
+                place[2]()
+            except KvtierError as exc:  # a driver that fails: nobody here can do anything about it
+                _log.warning("device memory stays mapped: %s", exc)
 
     def address(self, address: int, size: int) -> int:
         """Where `size` bytes of an arena are, as copies and kernels take it; raises KvtierError as `view` does."""

@@ -36,6 +36,8 @@ NOT_READY: Final = 600
 POLL_S: Final = 1e-4
 TABLE_BYTES: Final = 4 << 20
 TABLE_ALIGN: Final = 256
+BLOCK_BYTES: Final = 2 << 20
+"""A handle shares the driver's blocks of this size whole, with whatever else was allocated in them."""
 ROOM_S: Final = 10.0
 """A launch that still has its tables after this time is stuck."""
 HOST_TABLES: Final = 100
@@ -274,7 +276,7 @@ class CudaDevice:
 
     def share(self, size: int) -> Shared:
         """Device memory whose handle other processes open."""
-        memory = self.take(size)
+        memory = self.take(align_up(size, BLOCK_BYTES))
         try:
             exported, fd = self._library.export(self.facts.uuid, memory.address, size)
         except KvtierError:

@@ -141,14 +141,15 @@ class LibCuda:
 
         The caller closes the descriptor. A stretch over several chunks is refused: export each chunk by itself.
         """
-        if self.has_handle(address):
-            base, allocation = self.allocation(address)
-            handle = (ctypes.c_ubyte * HANDLE_BYTES)()
-            self.call("cuIpcGetMemHandle", handle, ctypes.c_uint64(base))
-            made, fd = Exported(uuid, bytes(handle), allocation, address - base, size), -1
-        else:
-            fd, base, allocation = self.chunk(address)
-            made = Exported(uuid, b"", allocation, address - base, size, base)
+        with self.current(self.ordinal(uuid)):
+            if self.has_handle(address):
+                base, allocation = self.allocation(address)
+                handle = (ctypes.c_ubyte * HANDLE_BYTES)()
+                self.call("cuIpcGetMemHandle", handle, ctypes.c_uint64(base))
+                made, fd = Exported(uuid, bytes(handle), allocation, address - base, size), -1
+            else:
+                fd, base, allocation = self.chunk(address)
+                made = Exported(uuid, b"", allocation, address - base, size, base)
         try:
             made.check()
         except KvtierError:

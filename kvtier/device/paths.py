@@ -8,6 +8,7 @@ processors to the engine.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
 import logging
@@ -92,30 +93,31 @@ def measure(device: Device, clock: Callable[[], float] = time.perf_counter, memo
 def _time(device: Device, case: Case, clock: Callable[[], float], kind: Memory, known: list[Way]) -> dict[Way, float]:
     """Seconds of one case by each way, the best of some tries; ways that are refused are taken out of `known`."""
     size, count = case.page_bytes, case.pages
-    memory = device.take(size * count)
-    pinned = device.pin(size * count) if kind is Memory.PINNED else HostBuffer(size * count)
-    paged = Paged(memory.address, count, 1, 16, size // 16, size, size, size // 16)
-    made = plan([[paged]], 16, GroupSpec(Kind.FULL, 1, 1, size))
-    slots = np.arange(count, dtype=np.uint64)[::-1] * np.uint64(size) + np.uint64(pinned.address)  # no neighbours
-    ids, out = np.arange(count), {}
-    for way in tuple(known):
-        shuttle = Shuttle(device, made, way=way)
-        try:
-            took = []
-            for _ in range(TRIES):
-                begun = clock()
-                (shuttle.load if case.load else shuttle.store)(ids, slots).wait()
-                took.append(clock() - begun)
-            out[way] = min(took)
-        except KvtierError as exc:
-            if way is Way.STAGED:  # it asks least of a driver: the device fails
-                raise
-            _log.warning("no pages go %s: %s", way, exc)
-            known.remove(way)
-        finally:
-            shuttle.close()
-    memory.free()
-    pinned.free()
+    with contextlib.ExitStack() as taken:
+        memory = device.take(size * count)
+        taken.callback(memory.free)
+        pinned = device.pin(size * count) if kind is Memory.PINNED else HostBuffer(size * count)
+        taken.callback(pinned.free)
+        paged = Paged(memory.address, count, 1, 16, size // 16, size, size, size // 16)
+        made = plan([[paged]], 16, GroupSpec(Kind.FULL, 1, 1, size))
+        slots = np.arange(count, dtype=np.uint64)[::-1] * np.uint64(size) + np.uint64(pinned.address)  # no neighbours
+        ids, out = np.arange(count), {}
+        for way in tuple(known):
+            shuttle = Shuttle(device, made, way=way)
+            try:
+                took = []
+                for _ in range(TRIES):
+                    begun = clock()
+                    (shuttle.load if case.load else shuttle.store)(ids, slots).wait()
+                    took.append(clock() - begun)
+                out[way] = min(took)
+            except KvtierError as exc:
+                if way is Way.STAGED:  # it asks least of a driver: the device fails
+                    raise
+                _log.warning("no pages go %s: %s", way, exc)
+                known.remove(way)
+            finally:
+                shuttle.close()
     return out
 
 
