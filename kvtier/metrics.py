@@ -145,6 +145,11 @@ METRICS: Final = (
           lambda d: {"": d["checked"].get("at", 0)}),
     Shown("kvtier_uptime_seconds", G, "Seconds since the start.", "", _top("uptime_s")),
     Shown("kvtier_resident_bytes", G, "Resident memory of the daemon, arenas included.", "", _top("rss_bytes")),
+    Shown(
+        "kvtier_python_blocks", G,
+        "Blocks that the daemon's Python objects take: a leak shows here, and not what is free but scattered.",
+        "", _top("python_blocks"),
+    ),
 )  # fmt: skip
 
 LATENCY: Final = "kvtier_request_seconds"

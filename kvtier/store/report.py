@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -125,6 +126,7 @@ class Report:
                 "version": self.version,
                 "uptime_s": time.monotonic() - self.started,
                 "rss_bytes": psutil.Process().memory_info().rss,
+                "python_blocks": sys.getallocatedblocks(),
                 "tiers": self._tiers(),
                 "caches": len(caches),
                 "pages": sum(c.index.pages for c in caches),
