@@ -23,7 +23,7 @@ import numpy as np
 from kvtier.sizing.hardware import Source
 from kvtier.sizing.linkfit import Fitted, Measured, Sample, fit_link, replace_tables, sweep_sizes, toml_of
 from kvtier.sizing.report import Column, Report, Table, Value
-from kvtier.types import bad
+from kvtier.types import Code, KvtierError, bad
 
 LANES: Final = 4
 TIMEOUT_S: Final = 10.0
@@ -196,12 +196,20 @@ def peer(address: str, sweep: Sweep) -> Measured:
 
 
 def pinned(sweep: Sweep) -> Measured | None:
-    """Copies between pinned host memory and the first GPU, both ways; None without one."""
+    """Copies between pinned host memory and the first GPU, both ways; None without one. Raises KvtierError(io)."""
     if importlib.util.find_spec("cupy") is None:
         return None
     cupy: Any = importlib.import_module("cupy")
     if not cupy.is_available():
         return None
+    try:
+        return _copies(cupy, sweep)
+    except (RuntimeError, MemoryError) as exc:  # an engine may have all of it
+        raise KvtierError(Code.IO, f"GPU 0: {exc}") from exc
+
+
+def _copies(cupy: Any, sweep: Sweep) -> Measured:
+    """The same, by a cupy that sees a GPU."""
     runtime = cupy.cuda.runtime
     host = cupy.cuda.alloc_pinned_memory(sweep.most)
     device = cupy.cuda.alloc(sweep.most)
@@ -244,16 +252,17 @@ def measure(folder: Path, echo: str | None, sweep: Sweep, target: Path | None) -
         raise bad("size", "at least 1MiB", sweep.most)
     links = {} if echo is None else {"peer": peer(echo, sweep)}
     links |= {"memcpy": memory(sweep), "disk": disk(folder, sweep), "loopback": loopback(sweep)}
-    copies = pinned(sweep)
+    notes = []
+    try:
+        copies, lacks = pinned(sweep), "no GPU (or no cupy) here"
+    except KvtierError as exc:
+        copies, lacks = None, exc.message
     if copies is not None:
         links["h2d"] = copies
+    else:
+        notes.append(f"{lacks}: pinned copies not measured, the planner keeps its default")
     host = f"{platform.node()}, {os.cpu_count()} CPUs, Linux {platform.release()}"
     values = [Value("host", host, "", Source.MEASURED)]
-    notes = (
-        []
-        if copies is not None
-        else ["no GPU (or no cupy) here: pinned copies not measured, the planner keeps its default"]
-    )
     if target is not None:
         _write(target, toml_of(links, host))
         values.append(Value("written", str(target), "", Source.EXACT))

@@ -3,7 +3,9 @@
 import errno
 import json
 import socketserver
+import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -134,6 +136,19 @@ def test_the_command_writes_where_it_is_told(tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["written"] == "mine.toml"
     assert (tmp_path / "mine.toml").is_file()
+
+
+def test_a_gpu_without_room_costs_no_other_link(tmp_path, monkeypatch):
+    """An engine has all of its memory: that is said, and everything else is measured."""
+
+    def full(size):
+        raise MemoryError(f"Out of memory allocating {size} bytes")
+
+    cuda = SimpleNamespace(runtime=None, alloc_pinned_memory=bytearray, alloc=full)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(is_available=lambda: True, cuda=cuda, __spec__=True))
+    found = measure(tmp_path, None, QUICK, None)
+    assert any("Out of memory" in note for note in found.notes)
+    assert {row[0] for row in found.tables[0].rows} == {"memcpy", "disk", "loopback"}
 
 
 @pytest.mark.gpu
