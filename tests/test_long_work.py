@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,7 +18,7 @@ from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Shape, Slice, chain_keys
 from kvtier.index import ANY, Node, base
-from kvtier.store import Store, diskroom, loads, scrub, slices, space
+from kvtier.store import Store, diskroom, loads, persist, scrub, slices, space
 from kvtier.store.reserve import ABORTED, OPEN
 from kvtier.store.runs import names_of
 from kvtier.tiers.host import HostTier
@@ -49,9 +50,10 @@ def frees(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def stored_keys(engine: Engine, count: int) -> None:
     """So many keys of a keyed cache."""
     for at in range(0, count, 500):
-        names = b"".join(number.to_bytes(16, "little") for number in range(at, at + 500))
+        numbers = range(at, min(count, at + 500))
+        names = b"".join(number.to_bytes(16, "little") for number in numbers)
         reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, names))
-        await engine.call(wire.Commit(reserved.reservation, 0, 500))
+        await engine.call(wire.Commit(reserved.reservation, 0, len(numbers)))
 
 
 def fastest(call: Callable[[], object], tries: int = 7) -> float:
@@ -184,6 +186,32 @@ async def test_others_have_their_turn_while_much_goes_from_disk(
         room.evict_own(4 * MIB, ANY)
         assert room.gave_way
         assert 0 < 500 - index.copies[Tier.DISK] < 10
+        engine.leave()
+
+
+async def test_others_have_their_turn_while_small_pages_go_from_disk_for_a_large_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of half a MiB on a disk full of pages of 4 KiB: some of those go at each turn of the loop, and it is stored."""
+    for module in (persist, diskroom):
+        monkeypatch.setattr(module, "SLICE_S", 0.0, raising=False)
+    small, large = (spec((GroupSpec(Kind.FULL, 1, 1, size),), key_bytes=16) for size in (4096, MIB // 2))
+    async with storing(tmp_path, host=12 * MIB, disk=4 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(small)
+        await stored_keys(engine, 1000)
+        await quiet(store)
+        index, left = store.parts.caches[engine.opened.cache].index, list[int]()
+        left.append(index.copies[Tier.DISK])
+        assert left[0] > 500
+        await engine.open(large)
+        await stored_keys(engine, 1)
+        disk = store.parts.caches[engine.opened.cache].index.copies
+        while not disk[Tier.DISK]:
+            left.append(index.copies[Tier.DISK])
+            await asyncio.sleep(0)
+        assert left[0] - left[-1] >= 50
+        assert max(a - b for a, b in itertools.pairwise(left)) < 20
         engine.leave()
 
 

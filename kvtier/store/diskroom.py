@@ -85,7 +85,7 @@ class DiskRoom:
 
     def evict_own(self, over: int, share: int) -> None:
         """Evict what is over a quota, some of it at a time."""
-        self.gave_way = self.evict(min(over, MOST_OWN), share, SLICE_S)
+        self.gave_way = self.evict(min(over, MOST_OWN), share, SLICE_S) > 0
 
     def ahead_soon(self) -> None:
         """Make room when the loop has its next turn, where the reserve is drawn on.
@@ -107,8 +107,8 @@ class DiskRoom:
         """Bytes that the reserve is short of, where those are there that are being freed."""
         return self.reserve - self._room(ANY)
 
-    def evict(self, nbytes: int, share: int = ANY, slice_s: float = math.inf) -> bool:
-        """Free at least `nbytes` of cold pages on disk, of one quota or of all; False when nothing is free to go.
+    def evict(self, nbytes: int, share: int = ANY, slice_s: float = math.inf) -> int:
+        """Free `nbytes` of cold pages on disk, of one quota or of all; how many it was, 0 when nothing is free to go.
 
         Ends after `slice_s`, once something went: small pages are many.
         """
@@ -139,4 +139,4 @@ class DiskRoom:
                 self._full_until, node.squeezed = now + FULL_S, now + AGAIN_S
         self._room_then[share] = self._room(share)
         self.evictions.batch(Tier.DISK, pages)
-        return freed > 0
+        return freed

@@ -19,6 +19,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.diskroom import FULL_S, DiskRoom
 from kvtier.store.entries import GONE, Entry, Failures
 from kvtier.store.runs import names_of, within_reach
+from kvtier.store.slices import SLICE_S
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.records import PAGE_BITS, Item
@@ -309,14 +310,24 @@ class Persist:
         assert disk is not None
         if disk.refusal != Code.NO_SPACE or self._syncing:
             return  # a completion pumps again, or the end of loading
-        if self.room.evict(nbytes) or disk.freeing_bytes or disk.making_room:
+        freed = self.room.evict(nbytes, slice_s=SLICE_S)
+        if freed or disk.freeing_bytes or disk.making_room:
             self._syncing = True
-            disk.flush(self._synced)
+            self._more_room(nbytes, freed)
         elif not self._writing:  # else what is being written can be evicted soon
             entry.failed = Code.NO_SPACE
             self.room.stuck()
             self.counts["refused_disk_no_space"] += entry.end - entry.first
             self.pump_soon()
+
+    def _more_room(self, lacking: int, freed: int) -> None:
+        """So much of it was freed in one slice: go on until it is all there, or nothing goes, and make it durable."""
+        if 0 < freed < lacking:
+            lacking -= freed
+            call = asyncio.get_running_loop().call_soon
+            call(lambda: self._more_room(lacking, self.room.evict(lacking, slice_s=SLICE_S)))
+        elif self.disk is not None:
+            self.disk.flush(self._synced)
 
     def _synced(self, *_: object) -> None:
         """Freed cells can be used again."""
