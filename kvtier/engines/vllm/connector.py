@@ -173,7 +173,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         It asks this also where requests that run have kept it from forgetting its own blocks.
         """
         pool = getattr(self._kv_cache_manager, "block_pool", None)
-        return self._head.reset(kept=bool(pool is not None and len(pool.cached_block_hash_to_block)))
+        return self._head.reset(kept=len(getattr(pool, "cached_block_hash_to_block", ())) > 0)
 
     # -- both ----------------------------------------------------------------------------------------------------
 

@@ -148,8 +148,9 @@ class Worker:
         and each where vLLM would write into such a block before it says so.
         """
         sound = plan.heard.get(self._open[0], 0) == self._failures
+        caches = (self._cache, *self._left)
         for share in plan.drops:
-            self._copier.submit(self._drop_share, share)  # after what is still being copied into it
+            self._copier.submit(self._drop_share, share, caches)  # after what is still being copied into it
         for save in plan.saves:
             held = self._adopt(save.share)
             if isinstance(held, Reservation) and not held.writes:
@@ -302,17 +303,17 @@ class Worker:
         self._told += [("saves_dropped", 1), ("dropped", save.reservation)]
         self._drop(held)
 
-    def _drop_share(self, share: bytes) -> None:
-        """The same of what the scheduler's side gave up, in the thread, whichever epoch it is of."""
-        for cache in (self._cache, *self._left):
-            with contextlib.suppress(KvtierError):  # not of this one
-                self._drop(cache.adopt(share))
-                return
-
     def _drop(self, held: Lease | Reservation | None) -> None:
         """Say that this process will not write into a reservation."""
         if isinstance(held, Reservation):
             self._pool.submit(held.abort)
+
+    def _drop_share(self, share: bytes, caches: Sequence[Cache]) -> None:
+        """The same of what the scheduler's side gave up, in the thread, whichever of some epochs it is of."""
+        for cache in caches:
+            with contextlib.suppress(KvtierError):  # not of this one
+                self._drop(cache.adopt(share))
+                return
 
     def _commit(self, held: Reservation) -> None:
         """Say that it is written; in a thread of its own, as the daemon sums it before it answers."""
