@@ -172,6 +172,19 @@ async def test_a_page_takes_what_is_kept_with_it():
         assert pool["now"][0]["pages"] == pool["now"][0]["bytes"] // 8192
 
 
+async def test_the_curve_of_what_is_gone_goes_with_it():
+    """An engine that comes back to an empty host begins anew, instead of beside what it did before."""
+    async with storing(None, host=16 << 20) as store:
+        for _ in range(2):
+            engine = Engine(store)
+            await engine.open(PAGES)
+            await engine.match(tokens(1, 2, 3, page_tokens=1))
+            curves = store.parts.ways.curves
+            await until(lambda curves=curves: [pool.distances.requests for pool in curves.pools.values()] == [1])
+            engine.leave()
+            store.parts.prune()
+
+
 async def test_requests_count_once_and_time_is_bounded():
     """Polling counts no request again; where the time is used up, requests are skipped and counted."""
     async with storing(None, host=16 << 20) as store:

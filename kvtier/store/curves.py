@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
+from collections.abc import Iterable
 from operator import mul
 from typing import Any, Final
 
@@ -87,6 +88,11 @@ class Curves:
         if not self._waiting:
             self._waiting = True
             asyncio.get_running_loop().call_later(LATER_S, self._work)
+
+    def forget(self, pools: Iterable[HostPool]) -> None:
+        """These are no more: the next of their kind begin a curve of their own."""
+        gone = set(pools)
+        self.pools = {place: pool for place, pool in self.pools.items() if place[0] not in gone}
 
     def _work(self) -> None:
         """Look at what waits, as far as the time saved up allows; what does not fit is skipped, and counted.
