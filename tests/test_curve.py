@@ -172,15 +172,16 @@ async def test_a_page_takes_what_is_kept_with_it():
         assert pool["now"][0]["pages"] == pool["now"][0]["bytes"] // 8192
 
 
-async def test_the_curve_of_what_is_gone_goes_with_it():
-    """An engine that comes back to an empty host begins anew, instead of beside what it did before."""
+async def test_an_engine_that_comes_back_goes_on_in_its_curve():
+    """Also where its slots were given back meanwhile: it is not shown twice."""
     async with storing(None, host=16 << 20) as store:
-        for _ in range(2):
+        for times in (1, 2):
             engine = Engine(store)
             await engine.open(PAGES)
             await engine.match(tokens(1, 2, 3, page_tokens=1))
             curves = store.parts.ways.curves
-            await until(lambda curves=curves: [pool.distances.requests for pool in curves.pools.values()] == [1])
+            await until(lambda n=times, c=curves: [pool.distances.requests for pool in c.pools.values()] == [n])
+            assert [pool.cache.pool for pool in curves.pools.values()] == store.parts.host.pools
             engine.leave()
             store.parts.prune()
 

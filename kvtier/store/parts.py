@@ -202,9 +202,7 @@ class Parts:
                 if self.feed is not None:
                     self.feed.drop(index)
         scopes = {instance.scope for instance in self.instances.values()}
-        idle = self.host.idle({cache.pool for cache in self.caches.values()}, scopes)
-        self.space.forget(idle)
-        self.ways.curves.forget(idle)
+        self.space.forget(self.host.idle({cache.pool for cache in self.caches.values()}, scopes))
         if self.vram is not None:
             self.vram.prune(scopes)
         known = {cache.base for cache in self.caches.values()}
