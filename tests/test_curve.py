@@ -18,7 +18,7 @@ from kvtier.client import Client
 from kvtier.ctl import main
 from kvtier.identity import GroupSpec
 from kvtier.index import distances
-from kvtier.index.distances import Distances, Namer, Stack, geometric
+from kvtier.index.distances import HOT, Distances, Namer, Stack, geometric
 from kvtier.replay.trace import Mix, read
 from kvtier.sizing.curve import Trace, hit_curve
 from kvtier.sizing.replay import lru_hits
@@ -135,6 +135,18 @@ def test_what_many_requests_begin_with_is_counted_exactly():
         seen.see(namer.names(tokens(1, 2, 3, 4, 1000 + n, page_tokens=1), 4, 9))
     assert len(seen._heads.hot) == 4
     assert sum(seen.sampled.hits) == pytest.approx(4 * 200, abs=4 * 32 * 4)
+
+
+def test_what_turns_hot_is_counted_once_from_then_on():
+    """A page that stood for many in the sample stands for itself: what it weighed before is not left behind."""
+    distances, draw = Distances(exact=64, sample=4), np.random.default_rng(3)
+    common = draw.integers(0, 1 << 62, 64, dtype=np.uint64)
+    for n in range(3 * HOT):
+        own = draw.integers(0, 1 << 62, 8, dtype=np.uint64)
+        distances.see(np.concatenate((common, own)))
+        stack, hot = distances.sampled, distances._heads.hot
+        assert stack._live.sum() == sum(1 if name in hot else stack.scale for name in stack.owner), n
+    assert set(common.tolist()) <= hot
 
 
 def test_names_stand_for_the_path():
