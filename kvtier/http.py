@@ -25,6 +25,8 @@ from kvtier.types import KvtierError
 
 PROBE_S: Final = 1.0
 """A loop that does not answer a ping for so long is hung."""
+CHANGE_S: Final = 20.0
+"""What looks for a page by its chain key looks at all of them."""
 RETRY_S: Final = 5.0
 HOST: Final = "127.0.0.1"
 
@@ -46,14 +48,15 @@ async def _next(reader: asyncio.StreamReader) -> Frame:
 class Line:
     """One connection to a socket of the daemon, made again where it was lost; requests one after another."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, within_s: float = PROBE_S) -> None:
         self._path = path
+        self._within_s = within_s
         self._lock = asyncio.Lock()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, message: wire.Message, reply: type[R]) -> R:
         """The reply; raises TimeoutError, OSError, EOFError, KvtierError."""
-        async with asyncio.timeout(PROBE_S), self._lock:
+        async with asyncio.timeout(self._within_s), self._lock:
             try:
                 if self._streams is None:
                     self._streams = await asyncio.open_unix_connection(self._path)
@@ -89,7 +92,9 @@ class Site:
     def __init__(self, engine: Path, admin: Path, port: int) -> None:
         self._engine = engine
         self._line = Line(admin)
-        self.dashboard = Dashboard(Line(admin), new_token(admin.parent, f"http://{HOST}:{port}/"))
+        self.dashboard = Dashboard(
+            Line(admin), Line(admin, CHANGE_S), new_token(admin.parent, f"http://{HOST}:{port}/")
+        )
 
     async def healthz(self, request: web.Request) -> web.Response:
         """200 while the loop answers a ping and the engine socket answers newcomers; else 503 and why."""

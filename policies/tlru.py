@@ -22,6 +22,7 @@ class Tlru(Counting):
         uses = self.uses(node)
         uses.extra = max(uses.extra or 0, node.depth + hi)
         self.tokens = self.page_tokens or index.spec.page_tokens
+        self.each = len(index.anchors) or 1
 
     def use(self, node: Any, now: float) -> None:
         """A request ended here."""
@@ -41,7 +42,7 @@ class Tlru(Counting):
         uses = self.note(node)
         if uses is None or not uses.extra:
             return 0
-        held = node.depth + max(node.count[self.tier], 1)
+        held = node.depth + max(node.count[self.tier] // self.each, 1)
         return int(held - max(node.depth, uses.extra - BEARABLE_TOKENS // self.tokens))
 
     def lane(self, node: Any) -> int:

@@ -18,7 +18,7 @@ from kvtier.client import Client
 from kvtier.ctl import main
 from kvtier.identity import GroupSpec
 from kvtier.index import distances
-from kvtier.index.distances import Distances, Namer, Stack, geometric
+from kvtier.index.distances import HOT, Distances, Namer, Stack, geometric
 from kvtier.replay.trace import Mix, read
 from kvtier.sizing.curve import Trace, hit_curve
 from kvtier.sizing.replay import lru_hits
@@ -137,6 +137,18 @@ def test_what_many_requests_begin_with_is_counted_exactly():
     assert sum(seen.sampled.hits) == pytest.approx(4 * 200, abs=4 * 32 * 4)
 
 
+def test_what_turns_hot_is_counted_once_from_then_on():
+    """A page that stood for many in the sample stands for itself: what it weighed before is not left behind."""
+    distances, draw = Distances(exact=64, sample=4), np.random.default_rng(3)
+    common = draw.integers(0, 1 << 62, 64, dtype=np.uint64)
+    for n in range(3 * HOT):
+        own = draw.integers(0, 1 << 62, 8, dtype=np.uint64)
+        distances.see(np.concatenate((common, own)))
+        stack, hot = distances.sampled, distances._heads.hot
+        assert stack._live.sum() == sum(1 if name in hot else stack.scale for name in stack.owner), n
+    assert set(common.tolist()) <= hot
+
+
 def test_names_stand_for_the_path():
     """The same page after another path, or of another cache, has another name; the same path the same."""
     namer = Namer(1)
@@ -170,6 +182,20 @@ async def test_a_page_takes_what_is_kept_with_it():
         (pool,) = store.parts.ways.curves.info(0, ())
         assert pool["page_bytes"] == 8192
         assert pool["now"][0]["pages"] == pool["now"][0]["bytes"] // 8192
+
+
+async def test_an_engine_that_comes_back_goes_on_in_its_curve():
+    """Also where its slots were given back meanwhile: it is not shown twice."""
+    async with storing(None, host=16 << 20) as store:
+        for times in (1, 2):
+            engine = Engine(store)
+            await engine.open(PAGES)
+            await engine.match(tokens(1, 2, 3, page_tokens=1))
+            curves = store.parts.ways.curves
+            await until(lambda n=times, c=curves: [pool.distances.requests for pool in c.pools.values()] == [n])
+            assert [pool.cache.pool for pool in curves.pools.values()] == store.parts.host.pools
+            engine.leave()
+            store.parts.prune()
 
 
 async def test_requests_count_once_and_time_is_bounded():

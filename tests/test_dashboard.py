@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -164,6 +165,20 @@ def test_pins_are_changed_with_the_token_alone(board: Board) -> None:
     assert [each["pages"] for each in held] == [STEM]
     assert board.trusted(f"/v1/pins/{held[0]['pin']}", "DELETE")[0] == 200
     assert board.ask("/v1/pins")[1]["pins"] == []
+
+
+def test_a_pin_may_take_seconds(board: Board) -> None:
+    """Its page is looked for among all there are; the rest of the page is told within a second that nobody answers."""
+    cache = board.ask("/v1/overview")[1]["caches"][0]["id"]
+    chain = next(node["chain"] for node in board.trusted(f"/v1/tree?cache={cache}")[1]["nodes"] if "chain" in node)
+    os.kill(board.daemon.pid, signal.SIGSTOP)
+    again = threading.Timer(1.7, os.kill, (board.daemon.pid, signal.SIGCONT))
+    again.start()
+    try:
+        status, pin = board.trusted("/v1/pins", "POST", {"cache": cache, "chain": chain})
+        assert status == 200, pin
+    finally:
+        again.join()
 
 
 def test_bad_requests_are_refused_by_field_and_pages_of_other_names_not_at_all(board: Board) -> None:

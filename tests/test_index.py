@@ -575,3 +575,84 @@ def test_no_copy_is_minus_one_everywhere() -> None:
     index = radix(1)
     node = index.extend(keys_of((1, 2), 1), 1.0)
     assert index.get(node, 0, Tier.HOST, 0) == NO_COPY == -1
+
+
+shares = st.integers(0, 3)
+doings = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), shares, st.integers(0, 9)),
+        st.tuples(st.just("match"), shares, st.integers(0, 9)),
+        st.tuples(st.just("use"), shares, st.integers(0, 9)),
+        st.tuples(st.just("lease"), shares, st.integers(0, 9)),
+        st.tuples(st.just("keep"), shares, st.integers(0, 9)),
+        st.tuples(st.just("evict"), shares, st.integers(-1, 3)),
+        st.tuples(st.just("move"), shares, shares),
+    ),
+    max_size=60,
+)
+
+
+@given(doings)
+@settings(max_examples=300, deadline=None)
+def test_whatever_quotas_there_are_what_was_used_least_recently_goes_first(ops):
+    """Of one quota or of all: never what is leased, what is to be kept after all others, and nobody is forgotten."""
+    order = Order(Tier.HOST, Policy(Tier.HOST))
+    indexes = [RadixIndex(spec(), bytes([n]) * 16, {Tier.HOST: order}) for n in range(4)]
+    for n, index in enumerate(indexes):
+        index.share = n
+    now, leased = 0.0, []
+    for what, number, detail in ops:
+        now += 1.0
+        index, keys = indexes[number], keys_of((detail,), 1)
+        if what == "store":
+            Store(index).insert(keys, now)
+        elif what == "move":
+            for _ in index.move_to(detail):
+                pass
+        elif what == "evict":
+            free = [
+                (node.keep > max(now, node.time), node.keep if node.keep > max(now, node.time) else node.time, node)
+                for each in indexes if detail < 0 or each.share == detail
+                for node in each.walk() if node.count[Tier.HOST] and not node.refs
+            ]  # fmt: skip
+            found = order.pop(now, detail)
+            assert (found is None) == (not free)
+            if found is not None:
+                first = min(free, key=lambda each: each[:2])
+                assert found[1] is first[2] or (first[0] and found[1].keep > now), "something went before its turn"
+                dropped = found[0].evict(found[1], 0, 1, Tier.HOST)
+                assert dropped
+                found[0].settle(found[1])
+        elif (found := index.match(keys, now)).pages:
+            if what == "use":
+                index.use(found.node, now)
+            elif what == "keep":
+                index.keep(found.node, now + 2 * detail)
+            elif what == "lease":
+                index.lease(found.node)
+                leased.append((index, found.node))
+        elif leased:
+            where, node = leased.pop(0)
+            where.unlease(node)
+
+
+def test_an_eviction_looks_at_few_quotas_however_many_there_are():
+    """Those whose leaves changed, and the one whose turn it is: not at all tenants for each page."""
+    looks = []
+
+    class Counted(Order):
+        def _pick(self, heaps, share, now, own):
+            looks.append(share)
+            return super()._pick(heaps, share, now, own)
+
+    order = Counted(Tier.HOST, Policy(Tier.HOST))
+    for n in range(64):
+        index = RadixIndex(spec(), bytes([n]) * 16, {Tier.HOST: order})
+        index.share = n
+        for page in range(4):
+            Store(index).insert(keys_of((page,), 1), float(page * 64 + n))
+    assert order.pop(1000.0) is not None
+    looks.clear()
+    for _ in range(100):
+        assert order.pop(1000.0) is not None
+    assert len(looks) <= 300

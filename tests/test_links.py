@@ -12,6 +12,7 @@ from engines import Engine, spec, tokens
 from kvtier import wire
 from kvtier.client import Client
 from kvtier.identity import GroupSpec
+from kvtier.mover import Mover
 from kvtier.store.links import SMALLEST, STALE_S, Link, Links, Verdict
 from kvtier.types import Code, Kind, KvtierError, Tier
 from storekit import MIB, drop_host, quiet, storing, until
@@ -151,12 +152,25 @@ async def test_a_tier_below_break_even_is_skipped_and_status_says_so(tmp_path):
         assert asked.pages == 3, "who asks for pages by number gets them"
 
 
+async def test_host_is_measured_later_where_the_mover_was_busy():
+    """Else it would be taken for what was assumed of it, for good."""
+    links, busy, idle = Links(), Mover(waiting=0), Mover()
+    try:
+        links.need(busy)
+        await until(lambda: links.probing is None)
+        links.need(idle)
+        await until(lambda: links.links[Tier.HOST].measured == 3)
+    finally:
+        busy.close()
+        idle.close()
+
+
 async def test_a_wrong_rate_is_refused():
     """By its name."""
     async with storing(None) as store:
         engine = Engine(store)
         await engine.open(PAGES)
-        for wrong in (-1.0, float("nan"), 1e13):
+        for wrong in (-1.0, float("nan"), 1e13, 1e-310):
             with pytest.raises(KvtierError) as caught:
                 await engine.call(wire.Match(engine.opened.cache, 0, path(1), prefill=wrong))
             assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "prefill")

@@ -354,6 +354,24 @@ def test_lanes_that_cannot_be_are_refused(lanes, tmp_path):
         load(str(path))
 
 
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_ends_that_nobody_misses_are_pages_however_many_groups_a_page_has(groups):
+    """Of a prompt of 200 pages tlru gives up first what is computed again in a bearable time, and no more."""
+    order = Order(Tier.HOST, load("tlru")(Tier.HOST))
+    layers = tuple(GroupSpec(Kind.FULL, 1, 1, 64) for _ in range(groups))
+    index = RadixIndex(spec(layers, page_tokens=16), bytes(16), {Tier.HOST: order})
+    node = index.extend(tokens(*range(200), page_tokens=16), 1.0)
+    for group in range(groups):
+        index.put(node, 0, Tier.HOST, group, array("q", range(200)), array("Q", bytes(1600)))
+    index.publish(node, 200)
+    policy, gone = order.policy, 0
+    while policy.lane(node) == 0:
+        lo, hi = index.tail(node, Tier.HOST, policy.share(node))
+        index.evict(node, lo, hi, Tier.HOST)
+        gone += hi - lo
+    assert gone == 1024 // 16
+
+
 def test_uses_are_handed_up_once():
     """A node that goes, comes back and goes again gives its parent every use once."""
     forest = Forest("lfuda", 100)

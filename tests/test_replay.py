@@ -225,6 +225,8 @@ def test_sizes_are_what_they_say_and_more_than_all_is_all(tmp_path):
     decimal, binary, all_of_it, huge = ctl(path, "--capacity", "4GB,4GiB,4,900000GB", "--token-bytes", str(1 << 21))
     assert (decimal["capacity_pages"], binary["capacity_pages"]) == (3, 4)
     assert huge["hit_ratio"] == all_of_it["hit_ratio"] == binary["hit_ratio"]
+    absurd = ctl(path, "--capacity", "9" * 400, "--capacity", "9" * 400 + "%")
+    assert [each["hit_ratio"] for each in absurd] == [all_of_it["hit_ratio"]] * 2
 
 
 def test_a_broken_line_is_named(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import tempfile
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from kvtier import wire
 from kvtier.device.host import HostDevice
 from kvtier.identity import GroupSpec
 from kvtier.index import radix
+from kvtier.policy import DEFAULT, every
+from kvtier.policy.quota import Rule
 from kvtier.store import Store
 from kvtier.store.vram import DeviceMemory
+from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
-from kvtier.types import Code, Kind, KvtierError
+from kvtier.types import Code, Kind, KvtierError, Tier
 from storekit import Failing, drop_host, quiet
 
 SHAPES = (spec(), spec((FULL, WINDOW, STATE), model="hybrid"), spec((GroupSpec(Kind.FULL, 1, 1, 30_000),), model="big"))
@@ -46,18 +50,27 @@ steps = st.one_of(
     st.tuples(st.just("split"), who, paths),
     st.tuples(st.just("hint"), who, st.tuples(paths, st.sampled_from(["continues", "waiting", "dead"]))),
     st.tuples(st.just("fail"), who, paths),
+    st.tuples(st.just("limit"), who, st.tuples(st.integers(-1, 12), st.integers(-1, 30))),
+    st.tuples(st.just("pin"), who, st.tuples(paths, st.integers(0, 2), st.sampled_from([0.001, 60.0]))),
+    st.tuples(st.just("unpin"), who, paths),
+    st.tuples(st.just("warm"), who, paths),
+    st.tuples(st.just("take_out"), who, st.tuples(paths, st.sampled_from(["host", "all"]))),
 )
+policies = st.sampled_from([found.name for found in every()])
 
 
 class Traffic:
     """Three engines, each with a cache of its own shape, and what they hold."""
 
-    def __init__(self, path: Path, disk_bytes: int, device_bytes: int = 0) -> None:
+    def __init__(self, path: Path, disk_bytes: int, device_bytes: int = 0, policy: str = DEFAULT) -> None:
         self.path = path
+        self.policy = policy
         self.device_bytes = device_bytes
         self.disk_bytes = disk_bytes
         self.calls = Failing()
         self.durable: set[tuple[int, bytes]] = set()
+        self.bounded = False
+        """Whether a quota may have taken from disk what was durable."""
 
     async def start(self) -> None:
         tier = None
@@ -65,7 +78,8 @@ class Traffic:
             post = asyncio.get_running_loop().call_soon_threadsafe
             tier = DiskTier(self.path, self.disk_bytes, post=post, calls=self.calls)
         device = DeviceMemory(HostDevice, self.device_bytes, slab_bytes=64 << 10) if self.device_bytes else None
-        self.store = Store(HostTier(1 << 20, slab_bytes=128 << 10, prefault=False), tier, device=device)
+        host = HostTier(1 << 20, slab_bytes=128 << 10, prefault=False)
+        self.store = Store(host, tier, device=device, ways=Ways(self.policy))
         await self.store.start()
         self.engines = [await self.attach(n) for n in range(3)]
         self.held: list[list] = [[], [], []]
@@ -84,6 +98,7 @@ class Traffic:
             await self.cancel(n, b"")
             await self.let_go(n)
             engine.leave()
+        self.store.pins.unpin(wire.Unpin(0))
         await quiet(self.store)
         while moving := set(self.store.parts.loads.moving.values()):  # they outlive whoever stopped waiting for them
             await asyncio.wait(moving)
@@ -113,7 +128,8 @@ class Traffic:
         stride = SHAPES[n].stride
         if self.disk_bytes >= 64 << 20 and not self.store.parts.disk.sick:
             most = max((len(k) for m, k in self.durable if m == n and keys.startswith(k)), default=0) // stride
-            assert served >= most or self.leases[n] or self.held[n], "a durable page was lost"
+            full = self.bounded or self.leases[n] or self.held[n] or self.store.pins.pins
+            assert served >= most or full, "a durable page was lost"
 
     async def reserve(self, n: int, keys: bytes) -> None:
         reserved = await self.engines[n].reserve(keys, wants=self.wants(n, keys), wait_ms=50)
@@ -172,7 +188,7 @@ class Traffic:
         try:
             await self.engines[n].call(wire.Flush())
         except KvtierError as exc:
-            assert exc.code in {Code.NO_SPACE, Code.IO}
+            assert exc.code in {Code.NO_SPACE, Code.OVER_CAP, Code.IO}
             return
         cache = self.store.parts.caches[self.engines[n].opened.cache]
         for node in cache.index.walk():
@@ -218,6 +234,41 @@ class Traffic:
         matched = await self.engines[n].match(what[0])
         await self.engines[n].call(wire.Hint(matched.handle, what[1], 0.0, len(what[0]) // SHAPES[n].stride // 2))
 
+    async def limit(self, _n: int, pages: tuple[int, int]) -> None:
+        """Everybody together may have so many large pages in host and on disk; -1: no rule."""
+        limits = {tier: 30_000 * most for tier, most in zip((Tier.HOST, Tier.DISK), pages, strict=True) if most >= 0}
+        self.store.limit([Rule("scope", "uid:0", limits)] if limits else [])
+        if Tier.DISK in limits:
+            self.durable.clear()
+            self.bounded = True
+
+    async def ask(self, message: wire.Message) -> None:
+        """What an operator asks; who asks for what is not there, or too much, is told."""
+        try:
+            reply = self.store.admin[type(message)](message)
+            if inspect.isawaitable(reply):
+                await reply
+        except KvtierError as exc:
+            assert exc.code in {Code.UNKNOWN, Code.OVER_CAP, Code.NO_SPACE, Code.IO}, exc
+
+    def named(self, n: int, keys: bytes) -> wire.Prompt:
+        """As an operator names it."""
+        return wire.Prompt(self.engines[n].opened.cache_id.hex(), tokens=keys)
+
+    async def pin(self, n: int, what: tuple[bytes, int, float]) -> None:
+        await self.ask(wire.Pin(self.named(n, what[0]), what[2], what[1]))
+
+    async def unpin(self, _n: int, _: bytes) -> None:
+        await self.ask(wire.Unpin(0))
+
+    async def warm(self, n: int, keys: bytes) -> None:
+        await self.ask(wire.Warm(self.named(n, keys), 50))
+
+    async def take_out(self, n: int, what: tuple[bytes, str]) -> None:
+        if what[1] == "all":
+            self.durable.clear()
+        await self.ask(wire.Evict(self.named(n, what[0]), what[1], 50))
+
     async def fail(self, _n: int, _: bytes) -> None:
         """The device fails for a while."""
         self.calls.broken = True
@@ -230,9 +281,9 @@ class Traffic:
         await self.start()
 
 
-async def run(ops: list, disk_bytes: int, device_bytes: int = 0) -> None:
+async def run(ops: list, disk_bytes: int, device_bytes: int = 0, policy: str = DEFAULT) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        traffic = Traffic(Path(folder), disk_bytes, device_bytes)
+        traffic = Traffic(Path(folder), disk_bytes, device_bytes, policy)
         await traffic.start()
         for what, n, detail in ops:
             await getattr(traffic, what)(n, detail)
@@ -247,10 +298,10 @@ def few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(steps, max_size=60), st.sampled_from([0, 1 << 20, 64 << 20]))
-def test_random_traffic_keeps_every_invariant(ops: list, disk_bytes: int) -> None:
-    """No disk, a full disk, an ample disk: bytes are right, counts agree, nothing is left behind."""
-    asyncio.run(run(ops, disk_bytes))
+@given(st.lists(steps, max_size=60), st.sampled_from([0, 1 << 20, 64 << 20]), policies)
+def test_random_traffic_keeps_every_invariant(ops: list, disk_bytes: int, policy: str) -> None:
+    """No disk, a full disk, an ample disk, any policy: bytes are right, counts agree, nothing is left behind."""
+    asyncio.run(run(ops, disk_bytes, policy=policy))
 
 
 @pytest.mark.slow

@@ -116,8 +116,10 @@ def _refused(status: int, code: Code, message: str, field: str) -> web.Response:
 class Dashboard:
     """Routes and the history behind them."""
 
-    def __init__(self, line: Asks, token: str) -> None:
+    def __init__(self, line: Asks, patient: Asks, token: str) -> None:
         self._line = line
+        self._patient = patient
+        """A line of their own for pins and routing, which may take seconds: the page goes on meanwhile."""
         self._token = token
         self._history = History()
 
@@ -143,6 +145,10 @@ class Dashboard:
     async def _asked(self, message: wire.Message) -> Any:
         """What the daemon says."""
         return (await self._line.ask(message, wire.Info)).data
+
+    async def _done(self, message: wire.Message) -> web.Response:
+        """What it says of something that may take a while."""
+        return web.json_response((await self._patient.ask(message, wire.Info)).data)
 
     def _trusted(self, request: web.Request) -> bool:
         """Whether the request carries the token."""
@@ -203,7 +209,7 @@ class Dashboard:
             of = wire.Prompt(new.cache, chain=bytes.fromhex(new.chain))
         except (msgspec.MsgspecError, ValueError) as exc:
             raise bad("body", f"a pin as JSON ({exc})") from None
-        return web.json_response(await self._asked(wire.Pin(of, new.ttl_s, new.priority)))
+        return await self._done(wire.Pin(of, new.ttl_s, new.priority))
 
     async def _route(self, request: web.Request) -> web.Response:
         """Hosts for a prompt, the cheapest first. What is cached of it is not for everybody: it takes the token."""
@@ -213,14 +219,14 @@ class Dashboard:
             of = wire.Prompt(asked.cache, array("i", asked.tokens).tobytes())
         except (msgspec.MsgspecError, OverflowError) as exc:
             raise bad("body", f"tokens, cache and session as JSON ({exc})") from None
-        return web.json_response(await self._asked(wire.Route(of, asked.session)))
+        return await self._done(wire.Route(of, asked.session))
 
     async def _unpin(self, request: web.Request) -> web.Response:
         self._demand(request)
         number = _number(request.match_info, "pin", 1 << 63)
         if not number:
             raise bad("pin", "a pin's number")
-        return web.json_response(await self._asked(wire.Unpin(number)))
+        return await self._done(wire.Unpin(number))
 
 
 async def _body(request: web.Request, most: int) -> bytes:

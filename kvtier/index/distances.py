@@ -118,6 +118,11 @@ class Stack:
             self._add(last, -self.scale)
         self._own(names, self.scale * len(names), None)
 
+    def alone(self, name: int) -> None:
+        """An entry stands for itself from now on."""
+        if last := self.owner.get(name, 0):
+            self._add(last, 1 - self.scale)
+
     def _own(self, names: Sequence[int], weight: int, hot: set[int] | None) -> None:
         """All of them were touched now."""
         owner = self.owner
@@ -171,17 +176,19 @@ class _Heads:
         self.counts: dict[int, int] = {}
         self.hot: set[int] = set()
 
-    def see(self, names: Names) -> None:
-        """One request; where a page is hot all before it are."""
-        at = 1
+    def see(self, names: Names) -> list[int]:
+        """One request; where a page is hot all before it are. Those that are hot from now on."""
+        at, new = 1, []
         while at <= len(names):
             name = int(names[at - 1])
             self.counts[name] = count = self.counts.get(name, 0) + 1
             if count == HOT and len(self.hot) + at <= HEADS:
-                self.hot.update(names[:at].tolist())
+                new += [each for each in names[:at].tolist() if each not in self.hot]
+                self.hot.update(new)
             at *= 2
         while len(self.counts) > 4 * HEADS:
             self.counts = {name: count // 2 for name, count in self.counts.items() if count > 1}
+        return new
 
 
 class Distances:
@@ -202,7 +209,8 @@ class Distances:
         self.pages += len(names)
         self.exact.touch(names.tolist())
         hot = self._heads.hot
-        self._heads.see(names)
+        for name in self._heads.see(names):
+            self.sampled.alone(name)
         mask = self._mask
         self.sampled.touch([name for name in names.tolist() if not name & mask or name in hot], hot)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from kvtier.index.base import Index
@@ -25,6 +25,17 @@ LOOKS: Final = 4
 Entry = tuple[float, int, "Node", Any]
 Heads = tuple[list["Node | None"], list[float]]
 """The first leaf of each of the policy's lanes, and when each was last used, as they were last seen."""
+
+
+class First(NamedTuple):
+    """A quota's leaf that goes first: in what order quotas take turns."""
+
+    kept: bool
+    time: float
+    until: float
+    """When the first of those that are kept is like any other."""
+    lane: int
+    heap: list[Entry]
 
 
 class Warmth(Protocol):
@@ -113,7 +124,7 @@ class Order:
     somebody asked to keep for a while go after them, the first to run out first.
     """
 
-    __slots__ = ("_heads", "_last", "_shares", "_sweep", "_tie", "late", "policy", "tier")
+    __slots__ = ("_firsts", "_heads", "_last", "_shares", "_stirred", "_sweep", "_tie", "late", "policy", "tier")
 
     def __init__(self, tier: int, policy: Ranking) -> None:
         self.tier = tier
@@ -123,6 +134,10 @@ class Order:
         self._shares: dict[int, list[list[Entry]]] = {0: self._lanes()}
         """By quota, 0 for what is under none: a heap for each lane."""
         self._heads: dict[int, Heads] = {}
+        self._firsts: dict[int, First] = {}
+        """By quota: what goes first of it, as it was last seen. Where there are many, looking at all takes too long."""
+        self._stirred = {0}
+        """Quotas whose leaves have changed since."""
         self._last = self.policy.lanes + 1
         self._tie = 0
         self._sweep = _sweeping(self._shares, 8 * tier)
@@ -153,6 +168,7 @@ class Order:
 
     def push(self, index: Copies, node: Node) -> None:
         """Let a free leaf of the tier be found; does nothing where an entry of it is in the right lane already."""
+        self._stirred.add(index.share)
         lane, rank = self._place(index, node)
         held = node.queued >> 8 * self.tier & 255
         if held == lane + 1:
@@ -188,12 +204,13 @@ class Order:
         The caller trims it and puts it back if it lasts.
         """
         while True:
-            found = self._first(self._shares if share == ANY else (share,), now, own=share != ANY)
+            found = self._coldest(now) if share == ANY else self._first(share, now, own=True)
             if found is None:
                 return None
-            heap, lane = found
+            _, _, _, lane, heap = found
             _, _, node, index = heapq.heappop(heap)
             self._queue(node, -1)
+            self._stirred.add(index.share)
             if 0 < lane < self._last and self.policy.spare(node):
                 self.push(index, node)
                 continue
@@ -205,22 +222,46 @@ class Order:
 
     def turn(self, now: float, share: int) -> tuple[bool, float]:
         """When a quota's leaf that goes first was used last. After all others: one to be kept, then none at all."""
-        found = self._first((share,), now, own=True)
-        return (True, math.inf) if found is None else (found[1] == self._last, found[0][0][2].time)
+        found = self._first(share, now, own=True)
+        return (True, math.inf) if found is None else (found.kept, found.time)
 
-    def _first(self, shares: Iterable[int], now: float, *, own: bool) -> tuple[list[Entry], int] | None:
-        """The heap whose head goes first, and its lane. Between quotas the least recently used head goes first."""
-        best: tuple[float, float] | None = None
-        found = None
-        for share in list(shares):
-            heaps = self._heaps(share)
-            self._expire(heaps, share, now)
-            lane = self._pick(heaps, share, now, own)
-            if lane >= 0:
-                place = float(lane == self._last), heaps[lane][0][2].time
-                if best is None or place < best:
-                    best, found = place, (heaps[lane], lane)
-        return found
+    def _coldest(self, now: float) -> First | None:
+        """What goes first of all. Between quotas the least recently used of their first leaves goes first.
+
+        A time that was seen is no later than it is now, so that whoever still comes first after another look does.
+        """
+        if len(self._shares) == 1:
+            return self._first(0, now, own=False)
+        firsts = self._firsts
+        seen = self._stirred | {share for share, first in firsts.items() if first.until <= now}
+        self._stirred = set()
+        for share in seen:
+            self._look(share, now)
+        while firsts:
+            best = min(firsts, key=lambda share: firsts[share][:2])
+            if best in seen:
+                return firsts[best]
+            seen.add(best)
+            self._look(best, now)
+        return None
+
+    def _look(self, share: int, now: float) -> None:
+        """See what goes first of a quota."""
+        found = self._first(share, now, own=False)
+        if found is not None:
+            self._firsts[share] = found
+        else:
+            self._firsts.pop(share, None)
+
+    def _first(self, share: int, now: float, *, own: bool) -> First | None:
+        """What goes first of a quota, None where nothing of it can."""
+        heaps = self._heaps(share)
+        self._expire(heaps, share, now)
+        lane = self._pick(heaps, share, now, own)
+        if lane < 0:
+            return None
+        until = heaps[self._last][0][0] if heaps[self._last] else math.inf
+        return First(lane == self._last, heaps[lane][0][2].time, until, lane, heaps[lane])
 
     def _expire(self, heaps: list[list[Entry]], share: int, now: float) -> None:
         """Leaves that were to be kept until now are like any other again."""

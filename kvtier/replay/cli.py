@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
@@ -46,7 +47,7 @@ def _pages(text: str, blocks: int, page_bytes: int) -> int:
     match = _CAPACITY.fullmatch(text)
     if match is None:
         raise bad("capacity", "a share such as 5%, a number of blocks, or a size such as 64GiB", text)
-    number, unit = float(match[1]), match[2] or ""
+    number, unit = Fraction(match[1]), match[2] or ""
     if unit == "%":
         pages = int(blocks * number / 100)
     elif unit:

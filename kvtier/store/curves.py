@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from kvtier.index.distances import Distances, Namer, geometric
 from kvtier.store.cache import Cache
-from kvtier.tiers.host import HostPool
 from kvtier.wire import Curve, Info
 
 SHARE: Final = 0.01
@@ -38,15 +37,16 @@ class Pool:
     def __init__(self, cache: Cache) -> None:
         self.distances = Distances()
         self.cache = cache
+        """The one that was asked last; its slots may be given back, and made again."""
         self.skipped = 0
         """Requests that there was no time for."""
 
-    def page_bytes(self, host: HostPool) -> int:
+    def page_bytes(self) -> int:
         """What a page takes in host now: its anchors, and its share of what is kept of windows and states.
 
         Of a key, whichever group it is of, the average.
         """
-        cache, slots = self.cache, self.cache.shape.slots_per_item
+        cache, host, slots = self.cache, self.cache.pool, self.cache.shape.slots_per_item
         costs = [cache.slot_cost(group) for group in range(cache.index.groups)]
         if cache.spec.keyed:
             return sum(costs) // len(costs)
@@ -60,8 +60,8 @@ class Curves:
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
-        self.pools: dict[tuple[HostPool, bool], Pool] = {}
-        """Token caches and keyed ones (True) count in different units."""
+        self.pools: dict[tuple[str, Any, bool], Pool] = {}
+        """By scope and shape of slots; token caches and keyed ones (True) count in different units."""
         self.spent_s = 0.0
         self._namer = Namer(secrets.randbits(64))
         self._queue: deque[tuple[Pool, Cache, bytes | list[bytes]]] = deque()
@@ -74,12 +74,13 @@ class Curves:
         """One logical request: page keys along a path, or the names of opaque keys."""
         if not self.on or not keys:
             return
-        place = cache.pool, cache.spec.keyed
+        place = cache.scope, cache.shape, cache.spec.keyed
         pool = self.pools.get(place)
         if pool is None:
             if len(self.pools) >= POOLS:
                 del self.pools[min(self.pools, key=lambda each: self.pools[each].distances.requests)]
             pool = self.pools[place] = Pool(cache)
+        pool.cache = cache
         if len(self._queue) >= QUEUED:
             pool.skipped += 1
             return
@@ -123,9 +124,9 @@ class Curves:
     def info(self, disk_bytes: int, at: tuple[int, ...]) -> list[dict[str, Any]]:
         """Per pool: hits at capacities in bytes, those of now and `at` more bytes among them."""
         out = []
-        for (place, keyed), pool in self.pools.items():
-            seen, host = pool.distances, place.total_bytes
-            unit = pool.page_bytes(place)
+        for (_, _, keyed), pool in self.pools.items():
+            seen, host = pool.distances, pool.cache.pool.total_bytes
+            unit = pool.page_bytes()
             most = min(seen.most, max(64, 2 * (host + disk_bytes) // unit, *(2 * extra // unit for extra in at)))
             sizes = [unit * pages for pages in geometric(1, most, POINTS)]
             rows = {

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvtier.mover import Mover, Urgency
 from kvtier.store.cache import Cache
-from kvtier.types import Tier
+from kvtier.types import KvtierError, Tier
 from kvtier.wire import Segment
 
 SMALLEST: Final = 64 << 10
@@ -88,10 +88,13 @@ class Links:
             self.probing.cancel()
 
     async def _probe(self, mover: Mover) -> None:
-        """Measure copies within host memory."""
-        for nbytes in (SMALLEST, 1 << 20, 8 << 20):
-            seconds = await mover.run(_copy, nbytes, urgency=Urgency.BACKGROUND)
-            self.links[Tier.HOST].note(nbytes, seconds, time.monotonic())
+        """Measure copies within host memory; where the mover has no time for it, whoever asks next has it done."""
+        try:
+            for nbytes in (SMALLEST, 1 << 20, 8 << 20):
+                seconds = await mover.run(_copy, nbytes, urgency=Urgency.BACKGROUND)
+                self.links[Tier.HOST].note(nbytes, seconds, time.monotonic())
+        except KvtierError:
+            self.probing = None
 
     def judge(self, cache: Cache, segments: Sequence[Segment], prefill: float) -> Verdict:
         """Load each segment, or compute it and all after it, at `prefill` tokens a second; the cheapest cut."""

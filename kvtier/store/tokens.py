@@ -56,8 +56,8 @@ class Tokens(Reserving):
             number = next(self.parts.numbers)
         if cache.spec.keyed:
             raise bad("cache", "a token cache (this one is keyed: use exists)", msg.cache)
-        if not 0 <= msg.prefill < 1e12:
-            raise bad("prefill", "tokens a second, or 0", msg.prefill)
+        if msg.prefill and not 1e-6 <= msg.prefill < 1e12:  # seconds have to stay numbers
+            raise bad("prefill", "1e-6..1e12 tokens a second, or 0", msg.prefill)
         if len(msg.keys) % cache.index.stride:
             raise bad("keys", f"whole page keys of {cache.index.stride} bytes", len(msg.keys))
         path.prefill = msg.prefill or path.prefill
