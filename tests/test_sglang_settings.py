@@ -129,22 +129,60 @@ def test_weights_that_are_not_read_from_the_models_files_are_refused_unless_name
     assert side.settings.fingerprint("weights of May")
 
 
+class Hub:
+    """What the hub's client finds on this host: by name, revision and cache (None: its own), a folder."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, folders: dict[tuple[str, str | None, str | None], Path]
+    ) -> None:
+        self.folders, self.asked = folders, list[tuple[str, str | None, str | None]]()
+        monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=self.found))
+
+    def found(self, name: str, revision: str | None, cache_dir: str | None, local_files_only: bool) -> str:
+        assert local_files_only
+        self.asked.append((name, revision, cache_dir))
+        return str(self.folders[name, revision, cache_dir])
+
+
 def test_weights_are_looked_up_where_sglang_downloads_them(side: Side, monkeypatch: pytest.MonkeyPatch):
     """With the draft's own revision; ModelScope's are in no cache of the hub's."""
-    asked = []
-
-    def found(name: str, revision: str, cache_dir: str, local_files_only: bool) -> str:
-        asked.append((name, revision, cache_dir, local_files_only))
-        return str(side.folder)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=found))
+    names = [("my/model", "a"), ("my/draft", "b")]
+    hub = Hub(monkeypatch, {(*each, where): side.folder for each in names for where in (None, "/elsewhere")})
     side.model.model_path, side.model.revision, side.model.download_dir = "my/model", "a", "/elsewhere"
     side.spec.speculative_draft_model_path, side.spec.speculative_draft_model_revision = "my/draft", "b"
     assert side.settings.fingerprint("")
-    assert set(asked) == {("my/model", "a", "/elsewhere", True), ("my/draft", "b", "/elsewhere", True)}
+    assert set(hub.asked) == set(hub.folders)
     monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "1")
     with pytest.raises(KvtierError, match="ModelScope"):
         side.settings.fingerprint("")
+
+
+def test_a_download_folder_has_weights_and_no_configuration(
+    side: Side, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """SGLang has that from the hub's own cache: what it says of images and of the class counts all the same."""
+    apart = safetensors(tmp_path / "apart" / "m.safetensors", {"a": np.zeros((4, 8), "<f4")}).parent
+    Hub(monkeypatch, {("my/model", None, None): side.folder, ("my/model", None, "/elsewhere"): apart})
+    side.model.model_path, side.model.download_dir = "my/model", "/elsewhere"
+    found = set()
+    for name in ("LlamaForCausalLM", "LlamaBidirectionalModel"):
+        side.configured(architectures=[name])
+        side.settings.refuse("", "")
+        found.add(side.settings.fingerprint(""))
+    assert len(found) == 2
+    side.configured(vision_config={"layers": 2})
+    with pytest.raises(KvtierError, match="30 bits"):
+        side.settings.refuse("", "")
+
+
+def test_weights_that_lie_in_the_hubs_own_cache_are_found_beside_a_download_folder(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+):
+    """SGLang downloads nothing then, so that its download folder may not have the model at all."""
+    Hub(monkeypatch, {("my/model", None, None): side.folder})
+    want = side.settings.fingerprint("")
+    side.model.model_path, side.model.download_dir = "my/model", "/elsewhere"
+    assert side.settings.fingerprint("") == want
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from sglang.srt.runtime_context import get_device, get_exec, get_lora, get_model
 
 from kvtier.engines.dynamic import rope_kind
 from kvtier.engines.weights import config_of, local_weights, weights_digest
-from kvtier.types import bad
+from kvtier.types import KvtierError, bad
 
 MODEL: Final = (
     "quantization", "load_format", "dtype", "json_model_override_args", "quantization_param_path", "model_impl",
@@ -77,8 +78,9 @@ def fingerprint(said: str) -> bytes:
         settings.append(get_device().random_seed)
     draft = spec.speculative_draft_model_path
     if draft:
-        folder = _local(draft, spec.speculative_draft_model_revision)
-        settings.append(weights_digest(folder, config_of(folder), exact=said == "exact").hex())
+        revision = spec.speculative_draft_model_revision
+        beside = config_of(_local(draft, revision))
+        settings.append(weights_digest(_downloaded(draft, revision), beside, exact=said == "exact").hex())
     config = {} if _named(said) and not os.path.isdir(model.model_path) else _configuration()  # noqa: PTH112
     settings.append(config.get("architectures"))
     if not config or rope_kind(config):  # whose factors are chosen by the longest sequence
@@ -87,7 +89,7 @@ def fingerprint(said: str) -> bytes:
         return hashlib.sha256(json.dumps([said, [str(each) for each in settings]]).encode()).digest()
     if str(model.load_format).rpartition(".")[2].lower() not in FROM_FILES:
         raise bad("load_format", "one that reads the model's files, or `fingerprint` in the configuration")
-    folder = _local(model.model_path, model.revision)
+    folder = _downloaded(model.model_path, model.revision)
     return weights_digest(folder, config, *settings, exact=said == "exact")
 
 
@@ -103,10 +105,17 @@ def _configuration() -> dict[str, Any]:
     return config_of(_local(model.model_path, model.revision)) | overrides
 
 
-def _local(model: str, revision: str | None) -> str:
-    """Where SGLang has a model's weights from."""
+def _downloaded(model: str, revision: str | None) -> str:
+    """Where SGLang has a model's weights from: its download folder, if they are there."""
+    with contextlib.suppress(KvtierError):
+        return _local(model, revision, get_model().download_dir)
+    return _local(model, revision)
+
+
+def _local(model: str, revision: str | None, where: str | None = None) -> str:
+    """A model's folder; without `where` that which SGLang has configurations from, whatever its download folder is."""
     modelscope = os.environ.get("SGLANG_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
-    return local_weights(model, revision, get_model().download_dir, modelscope=modelscope)
+    return local_weights(model, revision, where, modelscope=modelscope)
 
 
 def _fields(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
