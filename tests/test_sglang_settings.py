@@ -99,6 +99,14 @@ def test_every_setting_that_changes_what_is_computed_is_in_the_fingerprint(
     assert side.settings.fingerprint(said) != want
 
 
+@pytest.mark.parametrize("said", ["", "weights of May"])
+def test_engines_that_differ_in_nothing_but_speed_share(side: Side, said: str):
+    """Threads of the loader's."""
+    want = side.settings.fingerprint(said)
+    side.model.model_loader_extra_config = '{"enable_multithread_load": true, "num_threads": 64}'
+    assert side.settings.fingerprint(said) == want
+
+
 def test_the_class_that_computes_is_in_the_fingerprint(side: Side):
     """The same weights under another architecture's name, in the file or said over it."""
     found = {side.settings.fingerprint("")}

@@ -13,14 +13,14 @@ from sglang.srt.configs.model_config import is_audio_model, is_multimodal_model
 from sglang.srt.runtime_context import get_device, get_exec, get_lora, get_model, get_spec
 
 from kvtier.engines.dynamic import rope_kind
+from kvtier.engines.loaders import changing
 from kvtier.engines.weights import config_of, local_weights, weights_digest
 from kvtier.types import KvtierError, bad
 
 MODEL: Final = (
     "quantization", "load_format", "dtype", "json_model_override_args", "quantization_param_path", "model_impl",
-    "model_loader_extra_config", "model_config_parser", "decrypted_config_file", "decrypted_draft_config_file",
-    "modelopt_quant", "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile",
-    "qsa_indexer_dtype",
+    "model_config_parser", "decrypted_config_file", "decrypted_draft_config_file", "modelopt_quant",
+    "modelopt_checkpoint_restore_path", "quantize_and_serve", "rl_quant_profile", "qsa_indexer_dtype",
 )  # fmt: skip
 SPEC: Final = (
     "speculative_algorithm", "speculative_draft_model_quantization", "speculative_draft_load_format",
@@ -74,6 +74,7 @@ def fingerprint(said: str) -> bytes:
     model, spec, execution = get_model(), get_spec(), get_exec()
     settings = [getattr(model, name) for name in MODEL] + [getattr(spec, name) for name in SPEC]
     settings += [getattr(getattr(execution, part), name) for part, names in EXEC.items() for name in names]
+    settings.append(changing(model.model_loader_extra_config))
     if str(model.load_format).endswith("dummy"):
         settings.append(get_device().random_seed)
     draft = spec.speculative_draft_model_path

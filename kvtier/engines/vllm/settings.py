@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Final
 
+from kvtier.engines.loaders import changing
 from kvtier.types import bad
 
 MODEL: Final = ("architectures", "model_impl", "model_class_overrides", "quantization_config")
@@ -20,10 +21,6 @@ FROM_FILES: Final = frozenset({
     "runai_streamer", "runai_streamer_sharded", "bitsandbytes", "gguf", "dummy",
 })  # fmt: skip
 """Ways of loading that read the model's own folder; others bring weights from a place of their own."""
-SPEED: Final = frozenset({
-    "enable_multithread_load", "num_threads", "enable_weights_track", "concurrency", "memory_limit", "distributed",
-})  # fmt: skip
-"""Of a loader's extra configuration: how fast it is."""
 
 
 def settings_of(vllm_config: Any) -> list[Any]:
@@ -33,8 +30,7 @@ def settings_of(vllm_config: Any) -> list[Any]:
     settings = [config.quantization, load.load_format, config.dtype]
     settings += [(name, getattr(config, name, None)) for name in MODEL]
     settings += [(name, getattr(attention, name, None)) for name in ATTENTION]
-    extra = getattr(load, "model_loader_extra_config", None) or {}
-    settings.append(_changing(extra) if isinstance(extra, dict) else extra)
+    settings.append(changing(getattr(load, "model_loader_extra_config", None)))
     lora = getattr(vllm_config, "lora_config", None)
     if lora is not None and str(lora.lora_dtype) not in {"auto", str(config.dtype)}:
         settings.append(lora.lora_dtype)
@@ -52,7 +48,3 @@ def refuse_elsewhere(load: Any) -> None:
 def from_modelscope() -> bool:
     """Whether names of models and adapters are ModelScope's, whose files are not where the hub's are."""
     return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
-
-
-def _changing(extra: dict[str, Any]) -> list[tuple[str, Any]]:
-    return sorted((name, value) for name, value in extra.items() if name not in SPEED)

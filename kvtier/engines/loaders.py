@@ -1,0 +1,20 @@
+"""What loaders of engines are told, as far as it changes the weights that they bring."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+SPEED: Final = frozenset({
+    "enable_multithread_load", "num_threads", "enable_weights_track", "concurrency", "memory_limit", "distributed",
+    "enable_gds", "max_file_bytes", "hash_num_threads", "verify_on_load",
+})  # fmt: skip
+"""Of a loader's extra configuration: how fast it is, and how its files lie."""
+
+
+def changing(extra: Any) -> Any:
+    """The rest of such a configuration, in one order; `extra`: as JSON, as vLLM's or SGLang's arguments have it."""
+    said = json.loads(extra or "{}") if isinstance(extra, str) else extra or {}
+    return (
+        sorted((name, value) for name, value in said.items() if name not in SPEED) if isinstance(said, dict) else said
+    )
