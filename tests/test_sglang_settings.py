@@ -193,6 +193,30 @@ def test_weights_that_lie_in_the_hubs_own_cache_are_found_beside_a_download_fold
     assert side.settings.fingerprint("") == want
 
 
+@pytest.mark.parametrize("rope", [{}, {"rope_scaling": {"rope_type": "longrope"}}])
+def test_named_weights_are_the_same_wherever_their_files_lie(
+    side: Side, monkeypatch: pytest.MonkeyPatch, rope: dict[str, Any]
+):
+    """In a folder, in the hub's cache, or in an object store, with no configuration on this host."""
+    side.configured(architectures=["LlamaForCausalLM"], **rope)
+    found = {side.settings.fingerprint("weights of May")}
+    Hub(monkeypatch, {("my/model", None, None): side.folder})
+    for side.model.model_path in ("my/model", "s3://models/mine"):
+        found.add(side.settings.fingerprint("weights of May"))
+    assert len(found) == 1
+
+
+def test_named_weights_of_a_plain_rope_are_the_same_for_every_context_length(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+):
+    """In the hub's cache too, which has their configuration."""
+    Hub(monkeypatch, {("my/model", None, None): side.folder})
+    side.model.model_path, found = "my/model", set()
+    for side.model.context_length in (None, 1000):
+        found.add(side.settings.fingerprint("weights of May"))
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(
     "settings",
     [

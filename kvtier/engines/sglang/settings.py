@@ -82,16 +82,15 @@ def fingerprint(said: str) -> bytes:
         revision = spec.speculative_draft_model_revision
         beside = config_of(_local(draft, revision))
         settings.append(weights_digest(_downloaded(draft, revision), beside, exact=said == "exact").hex())
-    config = {} if _named(said) and not os.path.isdir(model.model_path) else _configuration()  # noqa: PTH112
-    settings.append(config.get("architectures"))
-    if not config or rope_kind(config):  # whose factors are chosen by the longest sequence
-        settings.append(model.context_length)
-    if _named(said):
+    config = _configuration(needed=not _named(said))
+    if model.context_length is not None and (not config or rope_kind(config)):
+        settings.append(model.context_length)  # the longest sequence, by which such a rope's factors are chosen
+    if _named(said):  # whoever shares them may have their configuration here, or not
         return hashlib.sha256(json.dumps([said, [str(each) for each in settings]]).encode()).digest()
     if str(model.load_format).rpartition(".")[2].lower() not in FROM_FILES:
         raise bad("load_format", "one that reads the model's files, or `fingerprint` in the configuration")
     folder = _downloaded(model.model_path, model.revision)
-    return weights_digest(folder, config, *settings, exact=said == "exact")
+    return weights_digest(folder, config, *settings, config.get("architectures"), exact=said == "exact")
 
 
 def _named(said: str) -> bool:
@@ -99,11 +98,16 @@ def _named(said: str) -> bool:
     return said not in {"", "sample", "exact"}
 
 
-def _configuration() -> dict[str, Any]:
-    """The model's configuration after what was said to override it."""
+def _configuration(*, needed: bool = True) -> dict[str, Any]:
+    """The model's configuration after what was said to override it; empty where it is neither here nor needed."""
     model = get_model()
     overrides: dict[str, Any] = json.loads(model.json_model_override_args or "{}")
-    return config_of(_local(model.model_path, model.revision)) | overrides
+    try:
+        return config_of(_local(model.model_path, model.revision)) | overrides
+    except KvtierError:
+        if needed:
+            raise
+        return {}
 
 
 def _downloaded(model: str, revision: str | None) -> str:
