@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from array import array
 
 import numpy as np
@@ -527,6 +528,29 @@ def test_a_walk_meets_every_page_whatever_is_split_and_joined_meanwhile(seed: in
                 index.join(other)
     assert met == before
     assert index.check() == []
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_dead_node_that_the_index_leads_to_is_found(depth: int) -> None:
+    """Walks pass it over, so that its pages are served and nobody evicts, flushes or scrubs them."""
+    index = radix(1, (FULL,))
+    for path in ((1, 2), (1, 3), (4,)):
+        Store(index).insert(keys_of(path, 1), 1.0)
+    index.check()
+    index.match(keys_of((4,) if not depth else (1, 2), 1), 1.0).node.dead = True
+    assert f"node at page {depth}: dead but reachable" in index.check()
+
+
+def test_a_walk_of_many_keys_begins_in_little_time() -> None:
+    """It is one step of the loop: nothing is made for each, which takes twenty times as long as to list them."""
+    index = KeyedIndex(spec(key_bytes=16), b"k" * 16, {})
+    for number in range(20_000):
+        index.ensure(index.name(0, number.to_bytes(16, "little")), 1.0)
+    before = sys.getallocatedblocks()
+    walk = index.walk()
+    first = next(walk)
+    assert sys.getallocatedblocks() - before < 1000
+    assert 1 + sum(node is not first for node in walk) == 20_000
 
 
 keyed_names = st.tuples(st.integers(0, 1), st.integers(0, 5))

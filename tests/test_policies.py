@@ -18,9 +18,10 @@ from engines import Engine, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
 from kvtier.index import Order, RadixIndex
-from kvtier.policy import DEFAULT, ByKind, Counting, Ghosts, every, load, path_of
+from kvtier.policy import DEFAULT, ByKind, Counting, Ghosts, Policy, every, load, path_of
 from kvtier.policy.ages import EDGES, WIDTHS, Ages, Waits, at_age
 from kvtier.policy.ghosts import MOST
+from kvtier.policy.guard import guarded
 from kvtier.policy.kinds import HEARD
 from kvtier.replay.drive import replay
 from kvtier.replay.trace import Mix, read, segments
@@ -343,6 +344,73 @@ async def test_a_users_policy_that_makes_a_mistake_is_left_for_lru(mistake, tmp_
     requests = segments(Trace("t", 1, parent, leaf, [4] * count, [0] * count, [float(n) for n in range(count)]))
     with pytest.raises(KvtierError, match="policy: expected a policy without mistakes"):
         await replay(requests, str(path), [12])
+
+
+def test_what_a_users_policy_had_ranked_goes_before_what_was_used_since_its_mistake():
+    """Its ranks are of another order than times: a leaf of a rank above all times, or in a lane behind, would stay."""
+
+    class Mine(Policy):
+        lanes = 2
+        broken = False
+
+        def lane(self, node):
+            return int(node.time < 6)
+
+        def rank(self, index, node):
+            return 1 / (not self.broken) + 1e9 - node.time
+
+    policy = guarded(Mine, lambda where, exc: None)(Tier.HOST)
+    order = Order(Tier.HOST, policy)
+    index = RadixIndex(spec(page_tokens=1), bytes(16), {Tier.HOST: order})
+
+    def store(at: int) -> None:
+        node = index.extend(tokens(at, page_tokens=1), float(at))
+        index.put(node, 0, Tier.HOST, 0, [at], [1])
+        index.publish(node, 1)
+
+    for at in range(1, 11):
+        store(at)
+    policy.broken = True
+    store(11)
+    index.use(index.match(tokens(3, page_tokens=1), 12.0).node, 12.0)
+    for at in range(13, 20):
+        store(at)
+    went = []
+    while (found := order.pop(100.0)) is not None:
+        went.append(int(found[1].time))
+    assert sorted(went[:10]) == [1, 2, 4, 5, 6, 7, 8, 9, 10, 11]
+    assert went[10:] == list(range(12, 20))
+
+
+def test_a_users_second_chances_are_no_mistake_however_many_leaves_have_one():
+    """Nor does its own book-keeping have to be Policy's: it may leave that out, from the start."""
+
+    class Clock(Policy):
+        def __init__(self, tier):
+            self.used = set()
+
+        def gain(self, index, node, lo, hi, copies):
+            self.used.add(node)
+
+        def rank(self, index, node):
+            return node.time + 1e6 * (node not in self.used)
+
+        def spare(self, node):
+            spared = node in self.used
+            self.used.discard(node)
+            return spared
+
+    wrong = []
+    order = Order(Tier.HOST, guarded(Clock, lambda where, exc: wrong.append((where, exc)))(Tier.HOST))
+    index = RadixIndex(spec(page_tokens=1), bytes(16), {Tier.HOST: order})
+    for at in range(1500):
+        node = index.extend(tokens(at, page_tokens=1), float(at))
+        index.put(node, 0, Tier.HOST, 0, [at], [1])
+        index.publish(node, 1)
+    found = order.pop(1e4)
+    assert wrong == []
+    assert found is not None
+    assert found[1].time == 0.0
 
 
 @pytest.mark.parametrize("lanes", ["0", "-1", "300", "'two'"])

@@ -247,9 +247,10 @@ class Index(Copies):
         The index may change between two: pages that a split has moved to a node above are met there, and those of a
         node that was joined to one below are met below.
         """
-        stack = [(node, 0) for node in (self.root.children or {}).values()]
-        while stack:
-            node, first = stack.pop()  # pages before `first` were met
+        tops = list((self.root.children or {}).values())
+        stack: list[tuple[Node, int]] = []
+        while stack or tops:
+            node, first = stack.pop() if stack else (tops.pop(), 0)  # pages before `first` were met
             if node.depth > first and not node.dead:
                 above = next(up for up in self.path(node) if up.end > first)
                 yield above

@@ -21,10 +21,9 @@ def checking(index: Index) -> Iterator[list[str]]:
     version = index.version
     nodes = pages = 0
     copies = [0] * TIERS
+    for top in list((index.root.children or {}).values()):
+        yield ["node at page 0: dead but reachable"] if top.dead and _reachable(index, top) else []
     for node in index.walk():
-        if version != index.version and node.dead and not _reachable(index, node):
-            yield []
-            continue
         nodes += 1
         pages += node.pages
         copies = [total + count for total, count in zip(copies, node.count, strict=True)]
@@ -64,8 +63,8 @@ def _check_place(index: Index, node: Node) -> list[str]:
     wrong = []
     if node.pages < 1 or (not isinstance(node, FoldedNode) and len(node.edge) != node.pages * index.stride):
         wrong.append(f"{where}: edge of {len(node.edge)} bytes for {node.pages} pages")
-    if node.dead:
-        wrong.append(f"{where}: dead but reachable")
+    if any(child.dead for child in (node.children or {}).values()):
+        wrong.append(f"node at page {node.end}: dead but reachable")
     parent = node.parent
     assert parent is not None
     if parent.end != node.depth or (node.live and parent.live < parent.pages):

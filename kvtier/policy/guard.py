@@ -13,7 +13,7 @@ ASKED: Final = (
     "gain", "found", "lose", "use", "fall", "split", "join", "lane", "rank", "pick", "spare", "share",
 )  # fmt: skip
 MOST_SPARED: Final = 1000
-"""Victims that may be given another chance in a row, or as many as eight for each copy in the tier."""
+"""Victims that may be given another chance in a row, or as many as eight for each of the leaves among them."""
 
 Own = type[Policy[Any]]
 
@@ -21,30 +21,37 @@ Own = type[Policy[Any]]
 def guarded(own: Own, mistaken: Callable[[str, Exception], None]) -> Own:
     """The same policy, with Policy's own answers from its first mistake on; `mistaken` is told of that one.
 
-    `mistaken` is given where it was and what.
+    `mistaken` is given where it was and what. LRU has a lane of its own, behind the user's: the user's ranks and times
+    are of no one order, and a rank that is above all times would never go. What was not used since the mistake stays
+    where it is and goes first, so that no eviction has all leaves to move.
     """
 
     def start(self: Any, tier: int) -> None:
+        Policy.__init__(self, tier)  # the user's may do without
         self.mistaken = False
+        self.left = 0.0
         self.spared = 0
+        self.chances = set()
         try:
             own.__init__(self, tier)
         except Exception as exc:  # noqa: BLE001 - whatever it is, it is the user's
-            _fail(self, "__init__", exc, mistaken)
             Policy.__init__(self, tier)
+            _fail(self, "__init__", exc, mistaken)
 
-    methods = {name: _wrapped(own, name, mistaken) for name in ASKED if getattr(own, name) is not getattr(Policy, name)}
-    return type(own.__name__, (own,), {"__init__": start, **methods})
+    names = [name for name in ASKED if name == "lane" or getattr(own, name) is not getattr(Policy, name)]
+    methods = {name: _wrapped(own, name, mistaken) for name in names}
+    return type(own.__name__, (own,), {"__init__": start, "lanes": own.lanes + 1, **methods})
 
 
 def _fail(policy: Any, where: str, exc: Exception, mistaken: Callable[[str, Exception], None]) -> None:
-    policy.mistaken = True
+    policy.mistaken, policy.left = True, policy.now
     mistaken(where, exc)
 
 
 def _wrapped(own: Own, name: str, mistaken: Callable[[str, Exception], None]) -> Callable[..., Any]:
     """A method that asks the user's until one failed."""
-    theirs, usual, check = getattr(own, name), getattr(Policy, name), _CHECKS.get(name)
+    theirs, check = getattr(own, name), _CHECKS.get(name)
+    usual = _lru_lane if name == "lane" else getattr(Policy, name)
 
     @functools.wraps(theirs)
     def method(self: Any, *args: Any) -> Any:
@@ -62,10 +69,17 @@ def _wrapped(own: Own, name: str, mistaken: Callable[[str, Exception], None]) ->
     return method
 
 
+def _lru_lane(policy: Any, node: Any) -> int:
+    """Where a leaf stands after a mistake."""
+    lru: int = policy.lanes - 1
+    stands: int = (node.queued >> 8 * policy.tier & 255) - 2  # kvtier.index.order notes 0 for none, 1 for the dead
+    return stands if 0 <= stands < lru and node.time <= policy.left else lru
+
+
 def _lane(policy: Any, answer: Any, args: Sequence[Any]) -> None:
     del args
-    if not isinstance(answer, Integral) or not 0 <= int(answer) < policy.lanes:
-        raise ValueError(f"expected a lane of 0 to {policy.lanes - 1}, got {answer!r}")
+    if not isinstance(answer, Integral) or not 0 <= int(answer) < policy.lanes - 1:
+        raise ValueError(f"expected a lane of 0 to {policy.lanes - 2}, got {answer!r}")
 
 
 def _rank(policy: Any, answer: Any, args: Sequence[Any]) -> None:
@@ -81,9 +95,14 @@ def _pick(policy: Any, answer: Any, args: Sequence[Any]) -> None:
 
 
 def _spare(policy: Any, answer: Any, args: Sequence[Any]) -> None:
-    del args
-    policy.spared = policy.spared + 1 if answer else 0
-    if policy.spared > max(MOST_SPARED, 8 * policy.size):
+    if not answer:
+        policy.spared = 0
+        policy.chances.clear()
+        return
+    policy.spared += 1
+    policy.chances.add(args[0])
+    if policy.spared > max(MOST_SPARED, 8 * len(policy.chances)):
+        policy.chances.clear()
         raise ValueError("no victim was let go, however often it was asked")
 
 
