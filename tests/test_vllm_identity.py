@@ -12,7 +12,7 @@ import pytest
 
 from kvtier.identity import cache_id
 from kvtier.types import KvtierError
-from vllmstub import adapters, config, paged
+from vllmstub import adapters, config, model, paged
 from weightkit import safetensors
 
 pytest.importorskip("torch")
@@ -102,6 +102,24 @@ def test_weights_are_looked_up_where_vllm_downloads_them(
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
     with pytest.raises(KvtierError, match="ModelScope"):
         vllm.formats.model_fingerprint(settings)
+
+
+def test_processors_count_that_lie_elsewhere_than_the_weights(
+    vllm: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """VLLM's download folder has weights alone."""
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    caches = {"/elsewhere": folder, None: beside}
+    hub = SimpleNamespace(snapshot_download=lambda *_, **more: caches[more["cache_dir"]])
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", hub)
+    settings, found = config(folder), set()
+    settings.model_config = model(Path("my/model"), mm_processor_kwargs=None)
+    settings.load_config.download_dir = "/elsewhere"
+    for size in (100, 200):
+        (beside / "preprocessor_config.json").write_text(f'{{"size": {size}}}')
+        found.add(vllm.formats.model_fingerprint(settings))
+    assert len(found) == 2
 
 
 def test_layers_of_one_shape_are_told_apart(vllm: Any, folder: Path):

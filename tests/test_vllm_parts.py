@@ -138,6 +138,20 @@ def test_a_request_of_which_nothing_is_cached_is_looked_up_once(
     assert more == []
 
 
+def test_a_request_that_ends_before_its_turn_is_not_looked_up(engine: Any):
+    """All threads wait for the disk: nothing is brought from there, and no path kept, for what nobody asks any more."""
+    one, go = engine(), threading.Event()
+    for _ in range(32):
+        one._pool.submit(go.wait, 30)
+    one.begin(Request("a", TOKENS))
+    asked = one._asked["a"]
+    one.finished("a")
+    until(lambda: asked.over or None)
+    go.set()
+    asked.warming.result(30)
+    assert asked.path.keys == b""
+
+
 def held(daemon: Daemon) -> int:
     """Leases that are held."""
     with Admin(daemon.socket.with_name("admin.sock"), 10) as admin:

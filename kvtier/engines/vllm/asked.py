@@ -52,6 +52,8 @@ class Asked:
     """The LoRA adapter that its keys were made of."""
     sources: dict[Tier, int] = field(default_factory=dict)
     """Pages of the match by tier."""
+    over: bool = False
+    """Whether the request has ended: a match would make a new path, which nobody closes."""
 
     def stale(self, pages: int) -> bool:
         """Whether so many pages are to be matched (again) before anything is said of them."""

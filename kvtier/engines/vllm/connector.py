@@ -122,7 +122,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: dict[int, Formats]) -> None:
         """The workers are there."""
         if not all(isinstance(each, Formats) for each in metadata.values()):
-            raise bad("MultiConnector", "KvtierConnector before others that shake hands")
+            raise bad("MultiConnector", "none beside KvtierConnector that shakes hands, as NixlConnector does")
         self._head.agree(list(metadata.values()))
 
     def on_new_request(self, request: Any) -> None:

@@ -26,6 +26,8 @@ class Finder:
     def warm(self, asked: Asked, pages: int) -> None:
         """Match, and start loading what is on disk."""
         with asked.lock:
+            if asked.over:
+                return
             self.extend(asked, pages)
             asked.sources = tiers_of(asked.path)
             if asked.sources.keys() - {Tier.HOST}:
@@ -79,4 +81,5 @@ class Finder:
     def forget(asked: Asked) -> None:
         """A request is over."""
         with asked.lock:
+            asked.over = True
             asked.path.close()

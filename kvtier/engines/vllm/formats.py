@@ -13,7 +13,7 @@ import msgspec
 from vllm import __version__ as vllm_version
 
 from kvtier.engines.dynamic import rope_kind
-from kvtier.engines.vllm.media import turning
+from kvtier.engines.vllm.media import takes_media, turning
 from kvtier.engines.vllm.settings import from_modelscope, refuse_elsewhere, settings_of
 from kvtier.engines.weights import local_weights, weights_digest
 from kvtier.identity import CacheSpec, GroupSpec, Slice
@@ -171,7 +171,8 @@ def model_fingerprint(vllm_config: Any) -> bytes:
         )
         settings += [draft.quantization, digest.hex()]
     folder = local_model(config, where)
-    settings += turning(config, Path(folder))
+    if takes_media(config):  # whose processor vLLM has from the hub's own cache, wherever it downloads weights to
+        settings += turning(config, Path(local_model(config, None)))
     return weights_digest(folder, config.hf_config.to_dict(), *settings, exact=said == "exact")
 
 
