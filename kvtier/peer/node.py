@@ -169,16 +169,18 @@ class Node:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout_at(until):
             left = await self._resolver.find()
+        said: KvtierError | None = None
         while True:
             found = left.pop(0)
             try:
                 async with asyncio.timeout_at(until - (until - loop.time()) * len(left) / (len(left) + 1)):
                     pipe = await self._connect_to(found)
                 break
-            except (*FAULTS, KvtierError):
+            except (*FAULTS, KvtierError) as exc:
                 self._resolver.failed(found)
+                said = exc if said is None and isinstance(exc, KvtierError) else said
                 if not left:
-                    raise
+                    raise said or exc from None  # what a daemon says, rather than where none is
         if pipe.incarnation != self.incarnation:
             if self.incarnation:
                 self.counts["peer_restarts"] += 1
