@@ -215,6 +215,36 @@ async def test_others_have_their_turn_while_small_pages_go_from_disk_for_a_large
         engine.leave()
 
 
+async def test_disk_takes_pages_again_after_a_slice_of_its_evictions_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the slices before it freed is made durable all the same; nothing is written until it is."""
+    for module in (persist, diskroom):
+        monkeypatch.setattr(module, "SLICE_S", 0.0, raising=False)
+    small, large = (spec((GroupSpec(Kind.FULL, 1, 1, size),), key_bytes=16) for size in (4096, MIB // 2))
+    async with storing(tmp_path, host=12 * MIB, disk=4 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(small)
+        await stored_keys(engine, 1000)
+        await quiet(store)
+        room, failed, asked = store.parts.persist.room, list[object](), itertools.count()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context["exception"]))
+        share = room.order.policy.share
+
+        def fail_once(node: Node) -> int:
+            if next(asked) == 5:
+                raise RuntimeError("a policy's")
+            return share(node)
+
+        monkeypatch.setattr(room.order.policy, "share", fail_once)
+        await engine.open(large)
+        await stored_keys(engine, 1)
+        disk = store.parts.caches[engine.opened.cache].index.copies
+        await until(lambda: disk[Tier.DISK] == 1, 5.0)
+        assert [str(each) for each in failed] == ["a policy's"]
+        engine.leave()
+
+
 async def test_what_was_cut_of_a_cache_with_many_keys_is_freed_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not all of it at the end of the last slice, which would take as long as thousands of cuts."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fleetkit import free_ports, write_secrets
+from fleetkit import FLEET, free_ports, write_secrets
 from kvtier.peer import node, redis
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
@@ -78,6 +78,27 @@ async def test_a_name_of_several_addresses_is_reached_at_whichever_answers(tmp_p
             await tier.close()
             await home.close()
             mute.close()
+
+
+async def test_what_a_daemon_says_at_one_address_is_told_whatever_is_wrong_with_others(tmp_path, monkeypatch):
+    """As after an upgrade, or with another key: not that nobody answers where nobody is to answer."""
+    several(monkeypatch, ["127.0.0.1", "127.0.0.3"])
+    ports = dict(zip(("near", "far"), free_ports(2), strict=True))
+    nodes = {"near": ("127.0.0.1", ports["near"]), "far": ("far.example", ports["far"])}
+    keys = {"mine": FLEET, "other": "33" * 32}
+    mine, other = (read(write_secrets(tmp_path / name, ["uid:0"], fleet=key)) for name, key in keys.items())
+    async with storing(None) as far:
+        home = Home(far, Terms("far", other), ("127.0.0.1", ports["far"]), Fame())
+        home.start()
+        tier = Direct(nodes, Terms("near", mine, 3.0))
+        reached = tier._nodes["far"]
+        tier.start()
+        try:
+            await until(lambda: reached.why != "not asked yet", 5.0)
+            assert "does not have the fleet's key" in reached.why
+        finally:
+            await tier.close()
+            await home.close()
 
 
 async def test_a_name_whose_look_up_hangs_or_that_is_none_holds_up_no_other_peer(tmp_path: Path, monkeypatch) -> None:

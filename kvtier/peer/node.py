@@ -166,19 +166,9 @@ class Node:
 
     async def _connect(self, until: float) -> Pipe:
         """A new connection, at the first of its addresses that answers; notices another life of the peer."""
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout_at(until):
             left = await self._resolver.find()
-        while True:
-            found = left.pop(0)
-            try:
-                async with asyncio.timeout_at(until - (until - loop.time()) * len(left) / (len(left) + 1)):
-                    pipe = await self._connect_to(found)
-                break
-            except (*FAULTS, KvtierError):
-                self._resolver.failed(found)
-                if not left:
-                    raise
+        pipe = await self._first_of(left, until)
         if pipe.incarnation != self.incarnation:
             if self.incarnation:
                 self.counts["peer_restarts"] += 1
@@ -186,6 +176,24 @@ class Node:
             self.incarnation = pipe.incarnation
             self._lacks.clear()
         return pipe
+
+    async def _first_of(self, left: list[Found], until: float) -> Pipe:
+        """The same, of addresses; raises what a daemon says at one, rather than that none is at the last."""
+        loop = asyncio.get_running_loop()
+        said: KvtierError | None = None
+        try:
+            while True:
+                found = left.pop(0)
+                try:
+                    async with asyncio.timeout_at(until - (until - loop.time()) * len(left) / (len(left) + 1)):
+                        return await self._connect_to(found)
+                except (*FAULTS, KvtierError) as exc:
+                    self._resolver.failed(found)
+                    said = exc if said is None and isinstance(exc, KvtierError) else said
+                    if not left:
+                        raise said or exc from None
+        finally:
+            del said  # which has this frame: nobody collects cycles
 
     async def _connect_to(self, found: Found) -> Pipe:
         """A new connection to one address."""

@@ -323,11 +323,17 @@ class Persist:
     def _more_room(self, lacking: int, freed: int) -> None:
         """So much of it was freed in one slice: go on until it is all there, or nothing goes, and make it durable."""
         if 0 < freed < lacking:
-            lacking -= freed
-            call = asyncio.get_running_loop().call_soon
-            call(lambda: self._more_room(lacking, self.room.evict(lacking, slice_s=SLICE_S)))
+            asyncio.get_running_loop().call_soon(self._another_slice, lacking - freed)
         elif self.disk is not None:
             self.disk.flush(self._synced)
+
+    def _another_slice(self, lacking: int) -> None:
+        """Whatever a policy raises, what was freed is made durable: nothing is written before that."""
+        freed = 0
+        try:
+            freed = self.room.evict(lacking, slice_s=SLICE_S)
+        finally:
+            self._more_room(lacking, freed)
 
     def _synced(self, *_: object) -> None:
         """Freed cells can be used again."""
