@@ -102,7 +102,9 @@ def measure(bench: Bench, name: str, subjects: dict[str, Ask]) -> None:
         overhead(bench, name, subjects, Prompts(3 * prompts.length, bench.seed + 1), bench.rounds(6))
     for kind, shape in (("chat", SMALL),) if bench.tiny else (("chat", CHAT), ("agents", AGENT)):
         runs = {
-            subject: replays(ask, shape) for subject, ask in subjects.items() if not subject.endswith((AGAIN, EMPTY))
+            subject: replays(ask, shape)
+            for subject, ask in subjects.items()
+            if not subject.endswith((AGAIN, EMPTY, CLOCKED))
         }
         samples = interleave(runs, bench.rounds(2))
         bench.add(f"{name}: first token, mean over {kind}", "ms", samples, limit=f"{name} alone")
