@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from kvtier.types import Code, KvtierError
+from kvtier.waits import drained
 
 BATCH_BYTES = 8 << 20
 INLINE_BYTES = 128 << 10
@@ -241,21 +242,3 @@ class _Job:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
-
-
-async def lasting(work: asyncio.Future[T]) -> T:
-    """What work that nobody can cancel comes to; whoever waits is let go only once it has ended."""
-    try:
-        return await asyncio.shield(work)
-    finally:
-        await drained(work)
-        del work  # an exception has this frame, which must not have it: nobody collects cycles
-
-
-async def drained(future: asyncio.Future[Any]) -> None:
-    """Wait for a future whatever happens to the waiting task, leaving its result alone."""
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue

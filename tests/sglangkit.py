@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 import pytest
@@ -26,6 +28,15 @@ START_S = 600.0
 needs_sglang = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"no SGLang at {PYTHON}: `make engines`, or set KVTIER_SGLANG_PYTHON"
 )
+
+
+def module(monkeypatch: pytest.MonkeyPatch, place: str) -> ModuleType:
+    """A module of SGLang's below `sglang.srt`, made with all above it where it is not there."""
+    parts = ["sglang", "srt", *place.split(".")]
+    for depth in range(1, len(parts) + 1):
+        path = ".".join(parts[:depth])
+        monkeypatch.setitem(sys.modules, path, sys.modules.get(path, ModuleType(path)))
+    return sys.modules[".".join(parts)]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from storekit import MIB, drop_host, memfd, quiet, rows, storing, until
 PAGES = 300
 PATH = tokens(*range(PAGES))
 KEYED = spec((GroupSpec(Kind.FULL, 1, 1, 64),), key_bytes=16)
+SMALL, LARGE = (spec((GroupSpec(Kind.FULL, 1, 1, size),), key_bytes=16) for size in (4096, MIB // 2))
 HALVES = ((Slice(0, 2, 0, 1),), (Slice(0, 2, 1, 2),))
 
 
@@ -189,22 +191,28 @@ async def test_others_have_their_turn_while_much_goes_from_disk(
         engine.leave()
 
 
+@contextlib.asynccontextmanager
+async def small_on_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Store, Engine]]:
+    """A disk full of pages of 4 KiB, and slices of its evictions that are over at once."""
+    for module in (persist, diskroom):
+        monkeypatch.setattr(module, "SLICE_S", 0.0, raising=False)
+    async with storing(folder, host=12 * MIB, disk=4 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(SMALL)
+        await stored_keys(engine, 1000)
+        await quiet(store)
+        yield store, engine
+
+
 async def test_others_have_their_turn_while_small_pages_go_from_disk_for_a_large_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page of half a MiB on a disk full of pages of 4 KiB: some of those go at each turn of the loop."""
-    for module in (persist, diskroom):
-        monkeypatch.setattr(module, "SLICE_S", 0.0, raising=False)
-    small, large = (spec((GroupSpec(Kind.FULL, 1, 1, size),), key_bytes=16) for size in (4096, MIB // 2))
-    async with storing(tmp_path, host=12 * MIB, disk=4 * MIB) as store:
-        engine = Engine(store)
-        await engine.open(small)
-        await stored_keys(engine, 1000)
-        await quiet(store)
+    async with small_on_disk(tmp_path, monkeypatch) as (store, engine):
         index, left = store.parts.caches[engine.opened.cache].index, list[int]()
         left.append(index.copies[Tier.DISK])
         assert left[0] > 500
-        await engine.open(large)
+        await engine.open(LARGE)
         await stored_keys(engine, 1)
         disk = store.parts.caches[engine.opened.cache].index.copies
         while not disk[Tier.DISK]:
@@ -219,14 +227,7 @@ async def test_disk_takes_pages_again_after_a_slice_of_its_evictions_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the slices before it freed is made durable all the same; nothing is written until it is."""
-    for module in (persist, diskroom):
-        monkeypatch.setattr(module, "SLICE_S", 0.0, raising=False)
-    small, large = (spec((GroupSpec(Kind.FULL, 1, 1, size),), key_bytes=16) for size in (4096, MIB // 2))
-    async with storing(tmp_path, host=12 * MIB, disk=4 * MIB) as store:
-        engine = Engine(store)
-        await engine.open(small)
-        await stored_keys(engine, 1000)
-        await quiet(store)
+    async with small_on_disk(tmp_path, monkeypatch) as (store, engine):
         room, failed, asked = store.parts.persist.room, list[object](), itertools.count()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context["exception"]))
         share = room.order.policy.share
@@ -237,7 +238,7 @@ async def test_disk_takes_pages_again_after_a_slice_of_its_evictions_failed(
             return share(node)
 
         monkeypatch.setattr(room.order.policy, "share", fail_once)
-        await engine.open(large)
+        await engine.open(LARGE)
         await stored_keys(engine, 1)
         disk = store.parts.caches[engine.opened.cache].index.copies
         await until(lambda: disk[Tier.DISK] == 1, 5.0)

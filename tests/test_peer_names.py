@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from fleetkit import FLEET, free_ports, write_secrets
 from kvtier.peer import node, redis
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
-from kvtier.peer.secrets import read
+from kvtier.peer.secrets import Secrets, read
 from kvtier.peer.terms import Terms
 from kvtier.server.home import Home
 from sharedkit import Redis, needs_redis
@@ -50,22 +52,31 @@ async def test_a_shared_store_of_several_addresses_is_reached_at_whichever_answe
             await shelf.close()
 
 
+@contextlib.asynccontextmanager
+async def asking(ports: dict[str, int], mine: Secrets, theirs: Secrets) -> AsyncIterator[node.Node]:
+    """What `near`, which has `mine`, knows of `far.example`, where a daemon with `theirs` serves."""
+    nodes = {"near": ("127.0.0.1", ports["near"]), "far": ("far.example", ports["far"])}
+    async with storing(None) as far:
+        home = Home(far, Terms("far", theirs), ("127.0.0.1", ports["far"]), Fame())
+        home.start()
+        tier = Direct(nodes, Terms("near", mine, 3.0))
+        tier.start()
+        try:
+            yield tier._nodes["far"]
+        finally:
+            await tier.close()
+            await home.close()
+
+
 async def test_a_name_of_several_addresses_is_reached_at_whichever_answers(tmp_path: Path, monkeypatch) -> None:
     """The first accepts and says nothing, the second refuses: the third is found within one deadline, and kept to."""
     addresses = ["127.0.0.2", "127.0.0.3", "127.0.0.1"]
     several(monkeypatch, addresses)
     secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
     ports = dict(zip(("near", "far"), free_ports(2), strict=True))
-    mute = socket.create_server((addresses[0], ports["far"]))
-    mute.setblocking(False)
-    nodes = {"near": ("127.0.0.1", ports["near"]), "far": ("far.example", ports["far"])}
-    async with storing(None) as far:
-        home = Home(far, Terms("far", secrets), ("127.0.0.1", ports["far"]), Fame())
-        home.start()
-        tier = Direct(nodes, Terms("near", secrets, 3.0))
-        reached = tier._nodes["far"]
-        tier.start()
-        try:
+    with socket.create_server((addresses[0], ports["far"])) as mute:
+        mute.setblocking(False)
+        async with asking(ports, secrets, secrets) as reached:
             await until(lambda: reached.up or reached.why != "not asked yet", 5.0)
             assert reached.up
             reached._hang_up()
@@ -74,31 +85,17 @@ async def test_a_name_of_several_addresses_is_reached_at_whichever_answers(tmp_p
             mute.accept()[0].close()
             with pytest.raises(BlockingIOError):
                 mute.accept()
-        finally:
-            await tier.close()
-            await home.close()
-            mute.close()
 
 
 async def test_what_a_daemon_says_at_one_address_is_told_whatever_is_wrong_with_others(tmp_path, monkeypatch):
     """As after an upgrade, or with another key: not that nobody answers where nobody is to answer."""
     several(monkeypatch, ["127.0.0.1", "127.0.0.3"])
     ports = dict(zip(("near", "far"), free_ports(2), strict=True))
-    nodes = {"near": ("127.0.0.1", ports["near"]), "far": ("far.example", ports["far"])}
     keys = {"mine": FLEET, "other": "33" * 32}
     mine, other = (read(write_secrets(tmp_path / name, ["uid:0"], fleet=key)) for name, key in keys.items())
-    async with storing(None) as far:
-        home = Home(far, Terms("far", other), ("127.0.0.1", ports["far"]), Fame())
-        home.start()
-        tier = Direct(nodes, Terms("near", mine, 3.0))
-        reached = tier._nodes["far"]
-        tier.start()
-        try:
-            await until(lambda: reached.why != "not asked yet", 5.0)
-            assert "does not have the fleet's key" in reached.why
-        finally:
-            await tier.close()
-            await home.close()
+    async with asking(ports, mine, other) as reached:
+        await until(lambda: reached.why != "not asked yet", 5.0)
+        assert "does not have the fleet's key" in reached.why
 
 
 async def test_a_name_whose_look_up_hangs_or_that_is_none_holds_up_no_other_peer(tmp_path: Path, monkeypatch) -> None:

@@ -7,7 +7,6 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from kvtier.demo.daemon import Daemon
 from kvtier.engines.sglang.pools import Pool, names, quick_turns
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
+from sglangkit import module
 
 PAGE = 16
 HALF = 512 << 10
@@ -108,12 +108,8 @@ def reload(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ], "HiCacheController": ["reset"],
     }  # fmt: skip
     for name, place in places.items():
-        parts = ["sglang", "srt", *place.split(".")]
-        for depth in range(1, len(parts) + 1):
-            path = ".".join(parts[:depth])
-            monkeypatch.setitem(sys.modules, path, sys.modules.get(path, ModuleType(path)))
         kind = type(name, (), {each: lambda _: None for each in members[name]})
-        monkeypatch.setattr(sys.modules[".".join(parts)], name, kind, raising=False)
+        monkeypatch.setattr(module(monkeypatch, place), name, kind, raising=False)
     yield importlib.import_module("kvtier.engines.sglang.reload")
     del sys.modules["kvtier.engines.sglang.reload"]
 

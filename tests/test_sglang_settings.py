@@ -7,13 +7,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvtier.types import KvtierError
+from sglangkit import module
 from weightkit import safetensors
 
 MODEL = {
@@ -66,11 +67,7 @@ def side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
         },
     }  # fmt: skip
     for place, names in members.items():
-        parts = ["sglang", "srt", *place.split(".")]
-        for depth in range(1, len(parts) + 1):
-            path = ".".join(parts[:depth])
-            monkeypatch.setitem(sys.modules, path, sys.modules.get(path, ModuleType(path)))
-        vars(sys.modules[".".join(parts)]).update(names)
+        vars(module(monkeypatch, place)).update(names)
     monkeypatch.delitem(sys.modules, "kvtier.engines.sglang.settings", raising=False)
     made.settings = importlib.import_module("kvtier.engines.sglang.settings")
     yield made

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not FILES, reason="style is read from a checkout
 
 LAYERS = (
     {"types"},
-    {"identity", "paths", "sources", "numa"},
+    {"identity", "paths", "sources", "numa", "waits"},
     {"heat"},
     {"index", "policy", "route", "wire", "sizing", "codec", "quant"},
     {"tiers", "device", "handshake"},

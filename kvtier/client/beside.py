@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from kvtier.waits import lasting
+
 LONG_BYTES: Final = 1 << 20
 """From here on a copy takes longer than to wake a thread."""
 
@@ -18,16 +20,4 @@ async def beside(work: Callable[[], None], nbytes: int) -> None:
     if nbytes < LONG_BYTES:
         work()
         return
-    future = asyncio.get_running_loop().run_in_executor(None, work)
-    try:
-        await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError:
-                continue
-        future.exception()  # nobody asks what came of it, and asyncio would complain
-        raise
-    finally:
-        del future  # an exception has this frame, which must not have it
+    await lasting(asyncio.get_running_loop().run_in_executor(None, work))

@@ -23,10 +23,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from kvtier.mover import lasting
 from kvtier.peer.mooncake_child import LENGTH, MAX_FRAME, Ask, Setup, Told, frame
 from kvtier.peer.shelf import Want
 from kvtier.peer.trays import TRAY, add_up, pack, places_of, trays_of, unpack
+from kvtier.waits import lasting
 
 TRAYS: Final = 8
 """Calls with bytes at a time."""

@@ -17,7 +17,6 @@ from typing import TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from kvtier.mover import drained
 from kvtier.peer import bulk, frames, turns
 from kvtier.peer.base import Place
 from kvtier.peer.pace import Pace
@@ -25,6 +24,7 @@ from kvtier.peer.stream import Stream
 from kvtier.peer.terms import Terms
 from kvtier.peer.tls import Channel, expect_name
 from kvtier.types import Code, KvtierError
+from kvtier.waits import drained
 
 T = TypeVar("T")
 

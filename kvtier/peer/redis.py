@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple, TypeVar
 
-from kvtier.mover import drained
 from kvtier.peer.names import Found, Resolver
 from kvtier.peer.resp import Line, ReplyError, command
 from kvtier.peer.shelf import Want
+from kvtier.waits import drained
 
 T = TypeVar("T")
 MAX_OPS: Final = 8

@@ -27,11 +27,12 @@ from kvtier.device.base import Device, Event, Pinned, Shared, Stream
 from kvtier.device.ipc import ADVICE
 from kvtier.device.paths import Memory, Paths
 from kvtier.device.shuttle import Choose, Transfer, Way
-from kvtier.mover import Urgency, drained
+from kvtier.mover import Urgency
 from kvtier.numa import node_of
 from kvtier.store import carries
 from kvtier.tiers.pool import Span
 from kvtier.types import Code, KvtierError
+from kvtier.waits import drained
 
 DEADLINE_S: Final = 10.0
 """A batch of at most some 8 MiB that takes longer is stuck."""

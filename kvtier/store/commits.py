@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Iterable, Sequence
 import numpy as np
 
 from kvtier.index.node import on_path
-from kvtier.mover import BATCH_BYTES, INLINE_BYTES, Urgency, digest, lasting
+from kvtier.mover import BATCH_BYTES, INLINE_BYTES, Urgency, digest
 from kvtier.store.cache import Cache
 from kvtier.store.durable import told_durable, watch_keys
 from kvtier.store.instance import Instance, Process
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import Reservation
 from kvtier.types import Code, KvtierError, Tier, bad
+from kvtier.waits import lasting
 from kvtier.wire import Abort, Commit, Committed, Ok
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
 from kvtier.index import Node, Order
-from kvtier.mover import Mover, drained
+from kvtier.mover import Mover
 from kvtier.store.cache import Cache
 from kvtier.store.copying import Copying
 from kvtier.store.instance import Instance, Process
@@ -29,6 +29,7 @@ from kvtier.tiers.arena import Arena
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
 from kvtier.types import Code, KvtierError, Tier, bad
+from kvtier.waits import drained
 
 if TYPE_CHECKING:
     from kvtier.events.feed import Feed

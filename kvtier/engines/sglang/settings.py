@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ from sglang.srt.configs.model_config import is_audio_model, is_multimodal_model
 from sglang.srt.runtime_context import get_device, get_exec, get_lora, get_model, get_spec
 
 from kvtier.engines.dynamic import rope_kind
-from kvtier.engines.loaders import changing
+from kvtier.engines.loaders import FROM_FILES, changing, switched_on, way_of
 from kvtier.engines.weights import config_of, local_weights, weights_digest
 from kvtier.types import KvtierError, bad
 
@@ -30,11 +29,8 @@ EXEC: Final = {
     "moe": ("kt_weight_path", "kt_method", "kt_num_gpu_experts"),
     "mamba": ("mamba_ssm_dtype", "enable_int8_mamba_checkpoint", "enable_mamba_cache_stochastic_rounding"),
 }
-FROM_FILES: Final = frozenset({
-    "auto", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor", "sharded_state",
-    "presharded", "layered", "runai_streamer", "bitsandbytes", "gguf", "flash_rl", "dummy",
-})  # fmt: skip
-"""Ways of loading that read the model's own folder; others bring weights from a place of their own."""
+HERE: Final = FROM_FILES | {"presharded", "layered", "flash_rl"}
+"""Ways of loading that read the model's own folder."""
 MEDIA: Final = frozenset({
     "audio_config", "audio_token_id", "image_token_id", "image_token_index", "video_token_id", "vision_config",
 })  # fmt: skip
@@ -87,7 +83,7 @@ def fingerprint(said: str) -> bytes:
         settings.append(model.context_length)  # the longest sequence, by which such a rope's factors are chosen
     if _named(said):  # whoever shares them may have their configuration here, or not
         return hashlib.sha256(json.dumps([said, [str(each) for each in settings]]).encode()).digest()
-    if str(model.load_format).rpartition(".")[2].lower() not in FROM_FILES:
+    if way_of(model.load_format) not in HERE:
         raise bad("load_format", "one that reads the model's files, or `fingerprint` in the configuration")
     folder = _downloaded(model.model_path, model.revision)
     return weights_digest(folder, config, *settings, config.get("architectures"), exact=said == "exact")
@@ -119,8 +115,7 @@ def _downloaded(model: str, revision: str | None) -> str:
 
 def _local(model: str, revision: str | None, where: str | None = None) -> str:
     """A model's folder; without `where` that which SGLang has configurations from, whatever its download folder is."""
-    modelscope = os.environ.get("SGLANG_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
-    return local_weights(model, revision, where, modelscope=modelscope)
+    return local_weights(model, revision, where, modelscope=switched_on("SGLANG_USE_MODELSCOPE"))
 
 
 def _fields(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

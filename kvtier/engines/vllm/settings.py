@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final
 
-from kvtier.engines.loaders import changing
+from kvtier.engines.loaders import FROM_FILES, changing, switched_on, way_of
 from kvtier.types import bad
 
 MODEL: Final = ("architectures", "model_impl", "model_class_overrides", "quantization_config")
@@ -16,11 +15,8 @@ LORA: Final = (
     "target_modules", "enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras",
 )  # fmt: skip
 """What an adapter's files do not say of how they are applied."""
-FROM_FILES: Final = frozenset({
-    "auto", "hf", "safetensors", "pt", "npcache", "mistral", "fastsafetensors", "instanttensor", "sharded_state",
-    "runai_streamer", "runai_streamer_sharded", "bitsandbytes", "gguf", "dummy",
-})  # fmt: skip
-"""Ways of loading that read the model's own folder; others bring weights from a place of their own."""
+HERE: Final = FROM_FILES | {"hf", "runai_streamer_sharded"}
+"""Ways of loading that read the model's own folder."""
 
 
 def settings_of(vllm_config: Any) -> list[Any]:
@@ -40,11 +36,11 @@ def settings_of(vllm_config: Any) -> list[Any]:
 
 def refuse_elsewhere(load: Any) -> None:
     """Raise bad_request where weights are not those in the model's folder, which a digest of it would then not name."""
-    way = str(load.load_format).rpartition(".")[2].lower()
-    if way not in FROM_FILES:
+    way = way_of(load.load_format)
+    if way not in HERE:
         raise bad("load_format", "one that reads the model's files, or `fingerprint` in kv_connector_extra_config", way)
 
 
 def from_modelscope() -> bool:
     """Whether names of models and adapters are ModelScope's, whose files are not where the hub's are."""
-    return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
+    return switched_on("VLLM_USE_MODELSCOPE")
