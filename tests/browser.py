@@ -51,12 +51,13 @@ class Page:
                 return message["result"]
 
     async def open(self, url: str, width: int = 1200, height: int = 900) -> None:
-        """Load an address at a size."""
+        """Load an address at a size: what is asked of the page next finds it whole."""
         await self.call("Runtime.enable")
         await self.call("Log.enable")
         await self.call("Page.enable")
         await self.resize(width, height)
         await self.call("Page.navigate", url=url)
+        await self.until("location.href != 'about:blank' && document.readyState == 'complete'")
 
     async def resize(self, width: int, height: int) -> None:
         """Give the page another size in pixels."""
