@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engineproc import SPEC, path_keys
 from fleetkit import Fleet, until
-from kvtier.peer.node import LACKS_S
+from kvtier.peer.lacks import LACKS_S
 from kvtier.peer.ring import homes, rungs
 from kvtier.peer.secrets import read
 

@@ -25,8 +25,8 @@ from kvtier.peer import frames
 from kvtier.peer.base import Place
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import Fame
+from kvtier.peer.lacks import LACKS_S
 from kvtier.peer.members import Members, keys_of
-from kvtier.peer.node import LACKS_S
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.ring import homes, rungs
 from kvtier.peer.secrets import read

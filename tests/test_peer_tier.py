@@ -429,7 +429,7 @@ async def test_a_key_that_left_host_before_its_turn_holds_up_no_other_ones_push(
 @TIERS
 async def test_what_host_still_has_of_a_piece_is_pushed(tmp_path: Path, monkeypatch, tier, *, lacked: bool) -> None:
     """Of nine pages that wait to be pushed, with the offer or after it, the last three are on disk alone by now."""
-    monkeypatch.setattr("kvtier.peer.node.LACKS_S", 0.0)
+    monkeypatch.setattr("kvtier.peer.lacks.LACKS_S", 0.0)
     async with tier(tmp_path) as pair, storing(tmp_path / "disk") as near:
         for peer in getattr(pair.tier, "_nodes", {}).values():
             peer.lacked = lacked

@@ -16,15 +16,13 @@ from kvtier.identity import CacheSpec
 from kvtier.peer.base import NOTHING, Ahead, Move, Pick, Shared, Sink, Source
 from kvtier.peer.generations import Book, Generations
 from kvtier.peer.items import items_of, page_name
+from kvtier.peer.lacks import Lacks
 from kvtier.peer.reach import Reach, always
 from kvtier.peer.secrets import Secrets
 from kvtier.peer.shelf import HEAD, Mark, Shelf, item_name, marks
 from kvtier.peer.stored import DepotSink, DepotSource, Life
 from kvtier.peer.terms import MIN_BYTES_S
 
-LACKS_S: Final = 1.0
-"""So long the store's no is believed. Others may have given it the pages meanwhile."""
-MAX_LACKS: Final = 1 << 16
 FULL_S: Final = 5.0
 """So long a store that refused to take something is given nothing."""
 SLICE: Final = 256
@@ -50,7 +48,7 @@ class Depot:
         self.counts = shelf.counts
         self.generations = Generations(shelf, book)
         self._secrets = secrets
-        self._lacks: dict[bytes, float] = {}
+        self._lacks = Lacks()
         self._full_until = 0.0
 
     def start(self) -> None:
@@ -73,22 +71,13 @@ class Depot:
 
     def worth(self, shared: Shared, keys: bytes, have: int) -> bool:
         """See PeerTier."""
-        until = self._lacks.get(page_name(shared, keys, have))
-        return self.shelf.up and (until is None or until <= time.monotonic())
-
-    def _note_lack(self, shared: Shared, keys: bytes, have: int) -> None:
-        """The store does not have that page."""
-        if len(self._lacks) >= MAX_LACKS:
-            self._lacks.pop(next(iter(self._lacks)))
-        name = page_name(shared, keys, have)
-        self._lacks.pop(name, None)
-        self._lacks[name] = time.monotonic() + LACKS_S
+        return self.shelf.up and page_name(shared, keys, have) not in self._lacks
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
         """See PeerTier."""
         found = await self._reach(shared, keys, have)
         if found is not None and found.pages <= have:
-            self._note_lack(shared, keys, have)
+            self._lacks.note(page_name(shared, keys, have))
         return [found] if found is not None and found.pages > have else []
 
     async def _reach(self, shared: Shared, keys: bytes, have: int) -> DepotSource | None:

@@ -78,7 +78,7 @@ class Direct:
         if len(keys) > frames.MAX_PATH:
             return False
         name = page_name(shared, keys, have)
-        return any(not node.lacks(name) for node in self._homes_up(shared, keys))
+        return any(name not in node.lacks for node in self._homes_up(shared, keys))
 
     def _homes_up(self, shared: Shared, keys: bytes) -> list[Node]:
         """Other hosts that may have pages of a path and answer, those with the deepest first."""
@@ -93,7 +93,7 @@ class Direct:
         loop = asyncio.get_running_loop()
         until = loop.time() + self.terms.deadline_s
         name = page_name(shared, keys, have)
-        asked = [node for node in self._homes_up(shared, keys) if not node.lacks(name)]
+        asked = [node for node in self._homes_up(shared, keys) if name not in node.lacks]
         if not asked:
             return []
         first, *others = asked
@@ -214,7 +214,7 @@ class Direct:
             return None
         pipe, reply = answer
         if not have < reply.pages <= total or (reply.load is not None and not find.picks):
-            node.note_lack(page_name(shared, keys, have))
+            node.lacks.note(page_name(shared, keys, have))
             node.give(pipe, good=reply.pages <= have and reply.load is None)
             return None
         self.fame.tell(keys_of(shared, keys[: reply.pages * shared.spec.stride])[0], reply.more, time.monotonic())

@@ -17,6 +17,7 @@ from typing import Any, Final
 from kvtier.peer import frames
 from kvtier.peer.base import Shared
 from kvtier.peer.frames import Refusal
+from kvtier.peer.lacks import Lacks
 from kvtier.peer.names import Found, Resolver
 from kvtier.peer.pace import pace
 from kvtier.peer.pipe import Pipe
@@ -25,9 +26,6 @@ from kvtier.peer.terms import Terms
 from kvtier.types import Code, KvtierError
 
 PING_S: Final = 1.0
-LACKS_S: Final = 1.0
-"""So long a peer's no is believed. Others may have given it the pages meanwhile."""
-MAX_LACKS: Final = 1 << 16
 FAULTS: Final = (OSError, EOFError, TimeoutError)
 
 _log = logging.getLogger("kvtier.peer")
@@ -64,7 +62,7 @@ class Node:
         self._idle: list[Pipe] = []
         self._room = asyncio.Semaphore(most)
         """How many requests may be under way."""
-        self._lacks: dict[bytes, float] = {}
+        self.lacks = Lacks()
         self._line: Pipe | None = None
         """The connection of pings."""
         self._watch: asyncio.Task[None] | None = None
@@ -174,7 +172,7 @@ class Node:
                 self.counts["peer_restarts"] += 1
                 _log.warning("peer %s was started again: what is known of it is forgotten", self.name)
             self.incarnation = pipe.incarnation
-            self._lacks.clear()
+            self.lacks.clear()
         return pipe
 
     async def _first_of(self, left: list[Found], until: float) -> Pipe:
@@ -217,20 +215,6 @@ class Node:
         proof = secrets.proof(shared.scope, pipe.session.id, shared.id)
         await pipe.ask(frames.Use(shared.id, shared.spec, secrets.key_id(shared.scope), proof), frames.Done)
         pipe.used.add(shared.id)
-
-    # -- what it lacked ----------------------------------------------------------------------------------------------
-
-    def lacks(self, name: bytes) -> bool:
-        """Whether it said a moment ago that it does not have that page."""
-        until = self._lacks.get(name)
-        return until is not None and asyncio.get_running_loop().time() < until
-
-    def note_lack(self, name: bytes) -> None:
-        """It does not have that page."""
-        if len(self._lacks) >= MAX_LACKS:
-            self._lacks.pop(next(iter(self._lacks)))
-        self._lacks.pop(name, None)
-        self._lacks[name] = asyncio.get_running_loop().time() + LACKS_S
 
     def status(self) -> dict[str, Any]:
         """For people."""
