@@ -45,6 +45,8 @@ CLOCKED = "kvtier, clocked"
 """The same engine while it notes what the connector's methods take, which is some time itself."""
 EMPTY = "an empty connector"
 """In the place of kvtier's, in the same engines."""
+TOGETHER = 8
+"""Prompts that come at once."""
 SAVED_S = 0.3
 RESETS = 100
 """Times that an engine is asked to empty its own prefix cache."""
@@ -85,8 +87,11 @@ def model(folder: Path, layers: int) -> Path:
     return folder
 
 
-Ask = Callable[[list[int]], dict[str, float]]
-"""Gives the first token of a prompt: s, cached, and of kvtier's own part inside_s and, where known, inside_cpu_s."""
+Ask = Callable[..., dict[str, float]]
+"""Gives the first token of a prompt: s, cached, and of kvtier's own part inside_s and, where known, inside_cpu_s.
+
+vLLM's is asked with several prompts too, which come at once, and gives the same of all their tokens.
+"""
 
 
 def measure(bench: Bench, name: str, subjects: dict[str, Ask]) -> None:
@@ -100,6 +105,7 @@ def measure(bench: Bench, name: str, subjects: dict[str, Ask]) -> None:
     if name == "vLLM":  # transformers takes five seconds for a prompt. Not before: it pushes out what is shared above
         overhead(bench, name, subjects, prompts, bench.rounds(16))
         overhead(bench, name, subjects, Prompts(3 * prompts.length, bench.seed + 1), bench.rounds(6))
+        workload(bench, name, subjects, prompts, bench.rounds(8))
     for kind, shape in (("chat", SMALL),) if bench.tiny else (("chat", CHAT), ("agents", AGENT)):
         runs = {
             subject: replays(ask, shape)
@@ -139,12 +145,47 @@ def shares(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, 
     alone = f"{name} alone"
     samples = interleave({OURS: ours, alone: lambda: subjects[alone](prompts.fresh())["s"] * 1e3}, bench.rounds(5))
     bench.add(f"{name}: first token, {share:.0%} of {prompts.length} tokens cached", "ms", samples, limit=alone)
-    if share:
-        return
-    for field, what in (("inside_s", "time"), ("inside_cpu_s", "processor time of the engine's thread")):
+    if not share:
+        part(bench, f"{name}: kvtier's part of the first token", inside)
+
+
+def part(bench: Bench, what: str, inside: list[dict[str, float]]) -> None:
+    """What kvtier's own methods take of what the engine's thread does, where nothing is cached."""
+    for field, of in (("inside_s", "time"), ("inside_cpu_s", "processor time of the engine's thread")):
         if field in inside[0]:
             costs = [max(got[field], 1e-9) / got["s"] * 100 for got in inside]
-            bench.add(f"{name}: kvtier's part of the first token, {what}", "%", {OURS: costs}, target=COST)
+            bench.add(f"{what}, {of}", "%", {OURS: costs}, target=COST)
+
+
+def workload(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, rounds: int) -> None:
+    """The same of requests that come at once and are never asked again, from the first to all tokens of the last.
+
+    Saves go on while the next prompts are computed, as in an engine that has work.
+    """
+    turns = [[prompts.fresh() for _ in range(2 * TOGETHER)] for _ in range(rounds)]
+    inside: list[dict[str, float]] = []
+
+    def computing(subject: str) -> Callable[[], float]:
+        mine = iter(turns)
+
+        def turn() -> float:
+            row = next(mine)
+            took = subjects[subject](*row[:TOGETHER])["s"] + subjects[subject + AGAIN](*row[TOGETHER:])["s"]
+            time.sleep(SAVED_S)
+            return took
+
+        return turn
+
+    def clocked() -> float:
+        got = subjects[CLOCKED](*[prompts.fresh() for _ in range(TOGETHER)])
+        inside.append(got)
+        time.sleep(SAVED_S)
+        return got["s"]
+
+    samples = interleave({each: computing(each) for each in (OURS, EMPTY)} | {CLOCKED: clocked}, rounds)
+    what = f"{TOGETHER} prompts of {prompts.length} tokens at once, none cached"
+    bench.compare(f"{name}: kvtier against {EMPTY}, {what}", samples, EMPTY, COST)
+    part(bench, f"{name}: kvtier's part of {what}", inside)
 
 
 def overhead(bench: Bench, name: str, subjects: dict[str, Ask], prompts: Prompts, rounds: int) -> None:
@@ -235,7 +276,7 @@ def vllm(folder: Path, daemon: Daemon, home: Path, *, rivals: bool) -> Iterator[
             with contextlib.suppress(RivalFailed):
                 engines["LMCache MP"] = lmcache(stack, folder, home)
 
-        def ask(name: str, prompt: list[int]) -> dict[str, float]:
+        def ask(name: str, *prompts: list[int]) -> dict[str, float]:
             engine = engines[name]
             try:
                 if name.startswith((OURS, EMPTY)):
@@ -243,7 +284,9 @@ def vllm(folder: Path, daemon: Daemon, home: Path, *, rivals: bool) -> Iterator[
                     engine.tell("clock", on=name == CLOCKED)
                 for _ in range(RESETS):
                     if engine.tell("reset"):
-                        return engine.tell("first_token", prompt=prompt)
+                        if len(prompts) > 1:
+                            return engine.tell("together", prompts=prompts)
+                        return engine.tell("first_token", prompt=prompts[0])
                     engine.tell("first_token", prompt=[5, 6, 7])  # LMCache gives blocks back with later steps
                     engine.tell("settle")
             except AssertionError as exc:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from orders import serve
@@ -96,24 +97,42 @@ class Engine:
         from vllm import SamplingParams
 
         engine, params = self.llm.llm_engine, SamplingParams(max_tokens=tokens, temperature=0, detokenize=False)
-        before = self._spent()
-        began, ran = time.perf_counter(), time.thread_time()
+        taken = self._taken()
         self.asked += 1
         engine.add_request(f"first-{self.asked}", {"prompt_token_ids": prompt}, params)
         found: dict[str, Any] = {}
         while engine.has_unfinished_requests():
             out = next(iter(engine.step()), None)
             if out is not None and not found:
-                spent = {
-                    name: [now - then for now, then in zip(self._spent()[name], before[name], strict=True)]
-                    for name in before
-                }
-                wall, cpu = (sum(each[at] for each in spent.values()) for at in (0, 1))
-                found = {
-                    "s": time.perf_counter() - began, "cpu_s": time.thread_time() - ran, "inside_s": wall,
-                    "inside_cpu_s": cpu, "cached": out.num_cached_tokens, "parts": spent,
-                }  # fmt: skip
+                found = taken() | {"cached": out.num_cached_tokens}
         return found | {"tokens": list(out.outputs[0].token_ids)}
+
+    def together(self, prompts: list[list[int]], tokens: int = 8) -> dict[str, Any]:
+        """How long requests that come at once take until the last has all its tokens, and the connector's part."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        params = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        taken, cached = self._taken(), 0
+        for prompt in prompts:
+            self.asked += 1
+            engine.add_request(f"together-{self.asked}", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            cached += sum(out.num_cached_tokens for out in engine.step() if out.finished)
+        return taken() | {"cached": cached}
+
+    def _taken(self) -> Callable[[], dict[str, Any]]:
+        """Gives the seconds since this call, by the clock and of this thread, and how much was the connector's."""
+        before, began, ran = self._spent(), time.perf_counter(), time.thread_time()
+
+        def taken() -> dict[str, Any]:
+            wall, cpu = time.perf_counter() - began, time.thread_time() - ran
+            now = self._spent()
+            parts = {name: [a - b for a, b in zip(now[name], before[name], strict=True)] for name in before}
+            inside = [sum(part[at] for part in parts.values()) for at in (0, 1)]
+            return {"s": wall, "cpu_s": cpu, "inside_s": inside[0], "inside_cpu_s": inside[1], "parts": parts}
+
+        return taken
 
     def _spent(self) -> dict[str, list[float]]:
         return {name: list(spent) for name, spent in self.inside.items()}
