@@ -48,9 +48,9 @@ __device__ void move(const Plane* planes, u64 plane_count, const u64* slots, con
   const u32 units = (u32)blocks * (u32)plane_count;
   for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const u32 block = unit / (u32)plane_count, page = block / (u32)per;
-    const Plane plane = planes[unit % (u32)plane_count];
-    const u64 engine = plane.base + ids[block] * block_stride;
-    const u64 slot = slots[page] + plane.at + (block - page * (u32)per) * tokens * row;
+    const ulonglong2 plane = __ldg((const ulonglong2*)(planes + unit % (u32)plane_count));  // base, at
+    const u64 engine = plane.x + ids[block] * block_stride;
+    const u64 slot = slots[page] + plane.y + (block - page * (u32)per) * tokens * row;
     Place place = first;
     for (u32 n = blockIdx.y * blockDim.x + threadIdx.x; n < total; n += 4 * stride) {
       V held[4];

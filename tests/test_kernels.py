@@ -41,7 +41,7 @@ LAYOUTS = {
     "width-2": (Shape("LHBNC", 2, 5, 3, 4, (5, 3), 2), 12),
     "width-1": (Shape("LBNHC", 2, 5, 3, 5, (5, 3), 1), 15),
 }
-SECTORS = {"width-8": 1.4, "width-4": 2.1, "width-2": 2.9, "width-1": 5.2, "mla-blocks-of-1": 1.06}
+SECTORS = {"width-8": 1.34, "width-4": 2.05, "width-2": 2.75, "width-1": 4.9}
 """Sectors asked for, as multiples of the bytes moved, of rows of 3 to 72 bytes; of all others 1.05."""
 QUANTIZED = {
     "nhd": (Shape("LBNHC", 2, 7, 2, 16, (128, 128), 2), 32),
