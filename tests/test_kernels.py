@@ -34,6 +34,7 @@ LAYOUTS = {
     "block-head-layer": (Shape("BHLNC", 2, 6, 3, 8, (64, 64), 2), 8),
     "mla": (Shape("LBNHC", 3, 4, 1, 64, (576,), 2), 64),
     "mla-blocks-of-1": (Shape("LBNHC", 2, 40, 1, 1, (576,), 2), 16),
+    "one-head-blocks-of-1": (Shape("LBNHC", 2, 50, 1, 1, (128, 128), 2), 23),
     "k-wider-than-v": (Shape("LBNHC", 2, 4, 2, 16, (192, 128), 2), 16),
     "fp8-kv": (Shape("LBNHC", 2, 4, 2, 16, (128, 128), 1), 32),
     "width-8": (Shape("BLNHC", 2, 5, 2, 8, (36, 20), 2), 16),
@@ -187,9 +188,10 @@ def test_layers_can_move_alone(layers: tuple[int, int], compiler: str, arch: int
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_few_thread_blocks_do_the_whole_work(blocks: int, compiler: str, arch: int):
     """A copy that leaves the engine most of the GPU moves the same bytes."""
-    at = scene(*LAYOUTS["nhd"])
-    do(at, compiler, arch, to_slots=True, blocks=blocks)
-    check_gather(at)
+    for name in ("nhd", "one-head-blocks-of-1"):
+        at = scene(*LAYOUTS[name])
+        do(at, compiler, arch, to_slots=True, blocks=blocks)
+        check_gather(at)
     at = scene(*QUANTIZED["nhd"], "int4-kivi")
     do(at, compiler, arch, to_slots=True, blocks=blocks)
     mine = [slot.copy() for slot in at.slots]
@@ -339,7 +341,7 @@ def test_quantization_asks_for_hardly_more_sectors(shape: str, name: str, compil
 MUTATIONS = {
     "sums without the barrier": ("sums.cu", "__syncthreads();", "", "race"),
     "a step past the last vector": ("pages.cu", "(n + k * stride < total)", "(n + k * stride <= total)", "bounds"),
-    "a unit too many": ("pages.cu", "unit < units;", "unit <= units;", "bounds|race|misaligned"),
+    "rows of threads past the last block": ("pages.cu", "if (block >= (u32)blocks) continue;", "", "bounds|race"),
     "rows of the last group twice": ("quant.cu", "live = n < total ? (u32)vecs : 0", "live = vecs", "race"),
     "a shuffle that idle threads miss": (
         "quant.cu", "for (u32 by = 1; by < lanes; by *= 2) range.merge(by);",
@@ -360,12 +362,13 @@ def test_kernels_with_a_mistake_are_caught(name: str, compiler: str, arch: int):
     if file == "sums.cu":
         memory = ptx.Memory(1 << 18)
         address, out = memory.take(70 << 10)[0], memory.take(8)[0]
-        ops = [summed(np.array([address]), 70 << 10, out)]
+        runs = [(summed(np.array([address]), 70 << 10, out), memory)]
     else:
-        at = scene(Shape("LBNHC", 1, 3, 1, 16, (72, 40), 2), 16, "fp8" if file == "quant.cu" else "none")
-        memory, ops = at.memory, moves(at.plan, at.addresses, at.ids, (0, 1), to_slots=True)
+        odd = Shape("LBNHC", 1, 3, 1, 16, (72, 40), 2), 16
+        scenes = [scene(*odd, "fp8")] if file == "quant.cu" else [scene(*odd), scene(*LAYOUTS["one-head-blocks-of-1"])]
+        runs = [(moves(at.plan, at.addresses, at.ids, (0, 1), to_slots=True)[0], at.memory) for at in scenes]
     with pytest.raises(ptx.WrongError, match=says):
-        cudakit.run(ops[0], memory, compiler, arch, found=found)
+        all(cudakit.run(op, memory, compiler, arch, found=found) for op, memory in runs)
 
 
 @on_all
@@ -409,3 +412,4 @@ def test_tables_name_kernels_that_exist():
                 assert len(made.args) == (14 if made.source.defines else 13)
                 assert 1 <= made.grid[0] < 2**31
                 assert 1 <= made.grid[1] < 65536
+                assert made.block[0] * made.block[1] % 32 == 0
