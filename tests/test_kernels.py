@@ -272,14 +272,23 @@ def test_every_kernel_is_right_in_each_generation(what: cudakit.Source, arch: in
     assert ran == set(cudakit.kernels(compiler, what, arch)) - unused
 
 
-def odd_values(name: str, element: str, compiler: str, arch: int) -> None:
-    """Both ways with the numbers that go wrong first."""
-    at = scene(Shape("LBNHC", 1, 2, 1, 32, (64, 64), 2), 32, name, element)
-    words = at.engine.bytes.view(np.uint16).reshape(2, 32, 128)
+ODD = Shape("LBNHC", 1, 2, 1, 32, (64, 64), 2), 32
+"""Two pages for the numbers that go wrong first."""
+
+
+def put_odd_values(data: np.ndarray, element: str) -> None:
+    """NaN, infinities, subnormals, -0, equal values and the largest ones."""
+    words = data.view(np.uint16).reshape(2, 32, 128)
     nan, inf, most = (0x7FC0, 0x7F80, 0x7E00) if element == "bf16" else (0x7E00, 0x7C00, 0x7BFF)
     words[0, 1, 3], words[0, 2, 4], words[0, 3, 5], words[0, 4, 70] = nan, inf, 0x8000 | inf, nan
     words[1, 0], words[1, 1], words[1, 2], words[1, 3] = 0, 0x8000, 0x0001, 0x8003
     words[1, 4, ::2], words[1, 4, 1::2], words[1, 5] = most, 0x8000 | most, 0x3F80
+
+
+def odd_values(name: str, element: str, compiler: str, arch: int) -> None:
+    """Both ways with them."""
+    at = scene(*ODD, name, element)
+    put_odd_values(at.engine.bytes, element)
     do(at, compiler, arch, to_slots=True)
     mine = [slot.copy() for slot in at.slots]
     do_on_host(at, to_slots=True)
