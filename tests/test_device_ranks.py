@@ -14,6 +14,7 @@ import pytest
 
 import rankproc
 from clientkit import status
+from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from storekit import KINDS, maker, until_sync
 
@@ -106,34 +107,33 @@ def hit(engine: list[Process], number: int, pages: int) -> list[int]:
 def test_two_processes_decode_into_pages_on_the_device_before_their_tokens_are_known(tmp_path: Path, kind: str):
     """TP=2: the scheduler reserves without keys and names each full page; ranks fill their heads, each lets go.
 
-    What was committed is cached where it was computed, without a copy; the slots of the others go back.
+    What was committed is cached where it was computed, without a copy; the slots of the others go back, those of a
+    request that lost a rank, too.
     """
     with serving(tmp_path, kind) as daemon, tensor_parallel(daemon, kind) as engine:
         where = decode(engine, 100, 4)
         assert [one("end") for one in engine] == [True] * 3
         until_sync(lambda: slots(daemon) == {"cached": 4})
         assert hit(engine, 100, 4) == where
+        decode(engine, 200, 2)
+        engine[2].close()
+        assert [one("end") for one in engine[:2]] == [True] * 2
+        until_sync(lambda: slots(daemon) == {"cached": 6})
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_is_killed_as_it_decodes_leaves_what_it_committed(tmp_path: Path, kind: str):
-    """All its processes are killed, one page half written and two without names: those it served are a hit, no more.
-
-    The next one loses a rank, and its request's slots return when the others end it.
-    """
+    """All its processes are killed, one page half written and two without names: those it served are a hit, no more."""
     with serving(tmp_path, kind) as daemon:
         with tensor_parallel(daemon, kind) as engine:
             decode(engine, 100, 3)
             assert engine[0]("full", 3) == 3
             assert engine[1]("decode", "", 3, 100) == 3  # the other rank's heads are not there yet
-            assert slots(daemon) == {"cached": 3, "reserved": 3}
+            until_sync(lambda: slots(daemon) == {"cached": 3, "reserved": 3})
         until_sync(lambda: slots(daemon) == {"cached": 3})
-        with tensor_parallel(daemon, kind) as engine:
-            hit(engine, 100, 3)
-            decode(engine, 200, 2)
-            engine[2].close()
-            assert [one("end") for one in engine[:2]] == [True] * 2
-            until_sync(lambda: slots(daemon) == {"cached": 5})
+        with Client(daemon.socket, verify="always", timeout_s=20.0) as other:
+            lease = other.open(rankproc.SPEC).match(rankproc.keys(100)).acquire(wait_ms=5000)
+            assert [lease.view(0, page) is None for page in range(lease.pages)] == [False] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
