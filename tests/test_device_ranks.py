@@ -107,8 +107,8 @@ def hit(engine: list[Process], number: int, pages: int) -> list[int]:
 def test_two_processes_decode_into_pages_on_the_device_before_their_tokens_are_known(tmp_path: Path, kind: str):
     """TP=2: the scheduler reserves without keys and names each full page; ranks fill their heads, each lets go.
 
-    What was committed is cached where it was computed, without a copy; the slots of the others go back, those of a
-    request that lost a rank, too.
+    What was committed is cached where it was computed, without a copy; the slots of the others go back, also
+    where a rank is killed instead of letting go.
     """
     with serving(tmp_path, kind) as daemon, tensor_parallel(daemon, kind) as engine:
         where = decode(engine, 100, 4)
@@ -116,8 +116,9 @@ def test_two_processes_decode_into_pages_on_the_device_before_their_tokens_are_k
         until_sync(lambda: slots(daemon) == {"cached": 4})
         assert hit(engine, 100, 4) == where
         decode(engine, 200, 2)
-        engine[2].close()
         assert [one("end") for one in engine[:2]] == [True] * 2
+        until_sync(lambda: slots(daemon) == {"cached": 6, "reserved": 4})
+        engine[2].close()
         until_sync(lambda: slots(daemon) == {"cached": 6})
 
 
