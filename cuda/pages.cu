@@ -36,6 +36,7 @@ struct Place {
 };
 
 // Block y of a grid row takes every gridDim.y-th part of a (engine block, plane), so that few large blocks fill the GPU too.
+// Rows of threads (blockDim.y) take one engine block each, so that small ones fill a warp and share sectors of the tables.
 // IN: from the engine into slots.
 template <typename V, bool IN>
 __device__ void move(const Plane* planes, u64 plane_count, const u64* slots, const i64* ids, u64 blocks, u64 per,
@@ -45,12 +46,13 @@ __device__ void move(const Plane* planes, u64 plane_count, const u64* slots, con
   Place first, by;
   first.start(blockIdx.y * blockDim.x + threadIdx.x, vecs, tokens);
   by.start(stride, vecs, tokens);
-  const u32 units = (u32)blocks * (u32)plane_count;
+  const u32 units = ((u32)blocks + blockDim.y - 1) / blockDim.y * (u32)plane_count;
   for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
-    const u32 block = unit / (u32)plane_count, page = block / (u32)per;
-    const Plane plane = planes[unit % (u32)plane_count];
-    const u64 engine = plane.base + ids[block] * block_stride;
-    const u64 slot = slots[page] + plane.at + (block - page * (u32)per) * tokens * row;
+    const u32 block = unit / (u32)plane_count * blockDim.y + threadIdx.y, page = block / (u32)per;
+    if (block >= (u32)blocks) continue;
+    const ulonglong2 plane = __ldg((const ulonglong2*)(planes + unit % (u32)plane_count));  // base, at
+    const u64 engine = plane.x + ids[block] * block_stride;
+    const u64 slot = slots[page] + plane.y + (block - page * (u32)per) * tokens * row;
     Place place = first;
     for (u32 n = blockIdx.y * blockDim.x + threadIdx.x; n < total; n += 4 * stride) {
       V held[4];

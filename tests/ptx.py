@@ -68,17 +68,20 @@ class Traffic:
 class Run:
     """One launch. Registers are raw 64-bit words, one per thread of the grid."""
 
-    def __init__(self, kernel: Kernel, memory: Memory, grid: Sequence[int], block: int, args: Sequence[int]) -> None:
+    def __init__(
+        self, kernel: Kernel, memory: Memory, grid: Sequence[int], threads: Sequence[int], args: Sequence[int]
+    ) -> None:
         assert len(args) == len(kernel.params), f"{len(args)} arguments for {len(kernel.params)} parameters"
         self.kernel, self.memory, self.traffic = kernel, memory, Traffic()
-        grid = [*grid, 1, 1][:3]
+        grid, wide, block = [*grid, 1, 1][:3], threads[0], int(np.prod(threads))
         self.count = int(np.prod(grid)) * block
         lane = np.arange(self.count)
         self.cta, self.warp = lane // block, lane // block * (-(-block // 32)) + lane % block // 32
         x, y = self.cta % grid[0], self.cta // grid[0] % grid[1]
         one = np.ones(self.count, np.int64)
         self.special = {
-            "%tid.x": lane % block, "%ntid.x": one * block, "%ctaid.x": x, "%ctaid.y": y,
+            "%tid.x": lane % block % wide, "%tid.y": lane % block // wide, "%ntid.x": one * wide,
+            "%ntid.y": one * (block // wide), "%ctaid.x": x, "%ctaid.y": y,
             "%nctaid.x": one * grid[0], "%nctaid.y": one * grid[1],
         }  # fmt: skip
         self.params = dict(zip(kernel.params, args, strict=True))

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+import rankproc
+from clientkit import status
+from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
 from storekit import KINDS, maker, until_sync
 
@@ -48,55 +51,102 @@ class Process:
 
 
 @contextlib.contextmanager
-def tensor_parallel(home: Path, kind: str) -> Iterator[list[Process]]:
-    """A scheduler and two ranks that have mapped a daemon's device memory; all is well there when they are gone."""
+def serving(home: Path, kind: str) -> Iterator[Daemon]:
+    """A daemon with a device tier; all is well there when its engines are gone."""
     maker(kind)
     flags = [f"--device-which={'cpu' if kind == 'cpu' else 'cuda:0'}", "--device-bytes=4MiB"]
     with Daemon(home, host="64MiB", disk="0", flags=flags) as daemon:
-        engine = [Process(daemon, rank, kind) for rank in (-1, 0, 1)]
-        try:
-            assert [one("map") for one in engine] == [True] * 3
-            yield engine
-        finally:
-            for one in engine:
-                one.close()
+        yield daemon
         until_sync(lambda: daemon.broken_invariants() == [])
+
+
+@contextlib.contextmanager
+def tensor_parallel(daemon: Daemon, kind: str) -> Iterator[list[Process]]:
+    """A scheduler and two ranks that have mapped a daemon's device memory; they are killed at the end."""
+    engine = [Process(daemon, rank, kind) for rank in (-1, 0, 1)]
+    try:
+        assert [one("map") for one in engine] == [True] * 3
+        yield engine
+    finally:
+        for one in engine:
+            one.close()
+
+
+def slots(daemon: Daemon) -> dict[str, int]:
+    """What slots on the device are used for."""
+    return status(daemon)["device_slots"]
+
+
+def decode(engine: list[Process], number: int, pages: int) -> list[int]:
+    """Reserve pages that have no keys yet and fill the first of them: where these are."""
+    head, *ranks = engine
+    granted, there, share = head("begin", number)
+    assert (granted, there) == (rankproc.PAGES, True)
+    for page in range(pages):
+        assert head("full", page) == page
+        for rank in ranks:
+            rank.send("decode", share, page, number)
+        assert max(rank.answer() for rank in ranks) == page + 1
+    return head("where")[:pages]
+
+
+def hit(engine: list[Process], number: int, pages: int) -> list[int]:
+    """So many pages of a path are on the device, as they were computed: where."""
+    head, *ranks = engine
+    found, there, share = head("acquire", number)
+    assert (found, there) == (pages, True)
+    for rank in ranks:
+        rank.send("load", share, number, pages)
+    assert [rank.answer() for rank in ranks] == [True, True]
+    where = head("where")
+    assert head("release")
+    return where
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_decode_into_pages_on_the_device_before_their_tokens_are_known(tmp_path: Path, kind: str):
-    """TP=2: the scheduler reserves without keys and names each page; ranks fill their heads, each lets go."""
-    with tensor_parallel(tmp_path, kind) as (head, *ranks):
-        pages, there, share = head("begin", 7)
-        assert (pages, there) == (6, True)
-        for page in range(6):
-            assert head("full", page) == page
-            for rank in ranks:
-                rank.send("decode", share, page, 70)
-            assert max(rank.answer() for rank in ranks) == page + 1
-        assert [one("end") for one in (head, *ranks)] == [True] * 3
-        pages, there, share = head("acquire", 7)
-        assert (pages, there) == (6, True)
-        for rank in ranks:
-            rank.send("load", share, 70)
-        assert [rank.answer() for rank in ranks] == [True, True]
-        assert head("release")
+    """TP=2: the scheduler reserves without keys and names each full page; ranks fill their heads, each lets go.
+
+    What was committed is cached where it was computed, without a copy; the slots of the others go back, also
+    where a rank is killed instead of letting go.
+    """
+    with serving(tmp_path, kind) as daemon, tensor_parallel(daemon, kind) as engine:
+        where = decode(engine, 100, 4)
+        assert [one("end") for one in engine] == [True] * 3
+        until_sync(lambda: slots(daemon) == {"cached": 4})
+        assert hit(engine, 100, 4) == where
+        decode(engine, 200, 2)
+        assert [one("end") for one in engine[:2]] == [True] * 2
+        until_sync(lambda: slots(daemon) == {"cached": 6, "reserved": 4})
+        engine[2].close()
+        until_sync(lambda: slots(daemon) == {"cached": 6})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_is_killed_as_it_decodes_leaves_what_it_committed(tmp_path: Path, kind: str):
+    """All its processes are killed, one page half written and two without names: those it served are a hit, no more."""
+    with serving(tmp_path, kind) as daemon:
+        with tensor_parallel(daemon, kind) as engine:
+            decode(engine, 100, 3)
+            assert engine[0]("full", 3) == 3
+            assert engine[1]("decode", "", 3, 100) == 3  # the other rank's heads are not there yet
+            until_sync(lambda: slots(daemon) == {"cached": 3, "reserved": 3})
+        until_sync(lambda: slots(daemon) == {"cached": 3})
+        with Client(daemon.socket, verify="always", timeout_s=20.0) as other:
+            lease = other.open(rankproc.SPEC).match(rankproc.keys(100)).acquire(wait_ms=5000)
+            assert [lease.view(0, page) is None for page in range(lease.pages)] == [False] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_fill_and_read_pages_on_the_device_by_their_own_kernels(tmp_path: Path, kind: str):
     """TP=2: a scheduler reserves and leases on the device; each rank's kernels move its heads, at the same time."""
-    with tensor_parallel(tmp_path, kind) as (head, *ranks):
+    with serving(tmp_path, kind) as daemon, tensor_parallel(daemon, kind) as engine:
+        head, *ranks = engine
         for number in range(4):
             pages, there, share = head("reserve", number)
             assert (pages, there) == (6, True)
             for rank in ranks:
-                rank.send("store", share, 10 * number)
+                rank.send("store", share, number)
             assert max(rank.answer() for rank in ranks) == 6
         for number in range(4):
-            pages, there, share = head("acquire", number)
-            assert (pages, there) == (6, True)
-            for rank in ranks:
-                rank.send("load", share, 10 * number)
-            assert [rank.answer() for rank in ranks] == [True, True]
-            assert head("release")
+            hit(engine, number, 6)

@@ -15,7 +15,7 @@ from kvtier.device.find import open_device
 from kvtier.device.layout import Plan
 from kvtier.device.ops import moves, summed
 from kvtier.device.shuttle import Shuttle, Way
-from test_kernels import LAYOUTS, QUANTIZED
+from test_kernels import LAYOUTS, ODD, QUANTIZED, put_odd_values
 
 pytestmark = pytest.mark.gpu
 
@@ -71,23 +71,23 @@ class Scene:
         self.stream.synchronize()
         return self.mirror.data
 
-    def do(self, *, to_slots: bool) -> None:
+    def do(self, *, to_slots: bool, layers: tuple[int, int] | None = None, blocks: int = 0) -> None:
         """The same operation on both sides."""
-        layers = (0, self.plan.layers)
+        layers = layers or (0, self.plan.layers)
         for op in moves(self.plan, self.slots, self.ids, layers, to_slots=to_slots):
-            self.gpu.launch(op, self.stream)
+            self.gpu.launch(op, self.stream, blocks)
         for op in moves(self.twin, self.twin_slots, self.ids, layers, to_slots=to_slots):
             host.do(op)
         self.stream.synchronize()
 
 
-def both_ways(at: Scene) -> None:
+def both_ways(at: Scene, **how: Any) -> None:
     """Gather and scatter leave the same bytes on both sides."""
-    at.do(to_slots=True)
+    at.do(to_slots=True, **how)
     assert np.array_equal(at.pinned.data, at.expected.data)
     at.ours.bytes[:] = 7
     at.send()
-    at.do(to_slots=False)
+    at.do(to_slots=False, **how)
     assert np.array_equal(at.fetch(), at.ours.bytes)
 
 
@@ -103,6 +103,48 @@ def test_gather_and_scatter_are_exact(name: str, gpu: Any):
 def test_quantization_is_numpys_bit_for_bit(shape: str, name: str, element: str, gpu: Any):
     """The twin of test_kernels: codes, scales and what comes back."""
     both_ways(Scene(gpu, *QUANTIZED[shape], name, element))
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 3)])
+def test_layers_can_move_alone(layers: tuple[int, int], gpu: Any):
+    """The twin of test_kernels: a launch for some layers touches no others, on either side."""
+    both_ways(Scene(gpu, *LAYOUTS["mla"]), layers=layers)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("name", ["nhd", "one-head-blocks-of-1"])
+def test_few_thread_blocks_do_the_whole_work(name: str, blocks: int, gpu: Any):
+    """The twin of test_kernels: a copy that leaves the engine most of the GPU moves the same bytes."""
+    both_ways(Scene(gpu, *LAYOUTS[name]), blocks=blocks)
+
+
+@pytest.mark.parametrize("element", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4-kivi"])
+def test_odd_values_quantize_as_numpy_does(name: str, element: str, gpu: Any):
+    """The twin of test_kernels: codes and scales are the same, and so is what comes back but for which NaN it is."""
+    at = Scene(gpu, *ODD, name, element)
+    put_odd_values(at.ours.bytes, element)
+    at.send()
+    at.do(to_slots=True)
+    assert np.array_equal(at.pinned.data, at.expected.data)
+    at.do(to_slots=False)
+    back, want = (quant.widen(data.view(np.uint16), element) for data in (at.fetch(), at.ours.bytes))
+    assert np.isnan(want).any()
+    assert np.array_equal(back, want, equal_nan=True)
+
+
+def test_kernels_keep_their_values_in_registers(gpu: Any):
+    """The twin of test_kernels: what the driver loaded for this GPU has no local memory, whoever compiled it."""
+    from kvtier.device.cuda import cupy
+
+    scenes = [Scene(gpu, *LAYOUTS["nhd"]), *(Scene(gpu, *QUANTIZED["nhd"], name) for name in quant.CODECS)]
+    for at in scenes:
+        at.do(to_slots=True)
+        at.do(to_slots=False)
+    local = cupy.cuda.driver.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+    got = {what: cupy.cuda.driver.funcGetAttribute(local, int(kernel.ptr)) for what, kernel in gpu._kernels.items()}
+    assert got
+    assert not any(got.values()), got
 
 
 @pytest.mark.parametrize("size", [248, 1032, 32 * 1024, 1 << 20])

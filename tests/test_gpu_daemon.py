@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from enginekv import EngineKv, Shape
-from kvtier.client import Client
+from kvtier.client import Client, Lease, Reservation
 from kvtier.demo.daemon import Daemon
 from kvtier.device.shuttle import Shuttle
 from kvtier.identity import CacheSpec
+from kvtier.types import KvtierError
 from storekit import KINDS, maker, until_sync
 
 PAGES, TOKENS = 6, 16
@@ -79,17 +80,20 @@ def keys() -> bytes:
     return np.arange(PAGES * TOKENS, dtype="<i4").tobytes()
 
 
+def slots_of(held: Lease | Reservation) -> np.ndarray:
+    """Where its pages are."""
+    return np.array([held.address(0, page) for page in range(PAGES)], np.uint64)
+
+
 def test_an_engine_computes_into_the_daemons_memory_and_reads_there(daemon: Daemon, device: Any, engine: Engine):
     """Map by handle, gather on the engine's stream into slots, commit after it, scatter from leased slots."""
     assert engine.client.map_device(device.facts.uuid), engine.client.device.reason
     before, shuttle = engine.blocks(), Shuttle(device, engine.plan, direct=True, stream=engine.stream)
     held = engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=True)
-    slots = np.array([held.address(0, page) for page in range(PAGES)], np.uint64)
-    assert held.commit(after=shuttle.store(engine.ids, slots).done) == PAGES
+    assert held.commit(after=shuttle.store(engine.ids, slots_of(held)).done) == PAGES
     engine.fill(np.zeros(len(engine.kv.bytes), np.uint8))
     lease = engine.cache.match(keys()).acquire(wait_ms=5000)
-    slots = np.array([lease.address(0, page) for page in range(PAGES)], np.uint64)
-    lease.release(after=shuttle.load(engine.ids, slots).done)
+    lease.release(after=shuttle.load(engine.ids, slots_of(lease)).done)
     assert np.array_equal(engine.blocks(), before)
     with Client(daemon.socket, instance="cpu", verify="always", timeout_s=20.0) as other:
         read = other.open(engine.cache.spec).match(keys()).acquire(wait_ms=5000)
@@ -114,13 +118,59 @@ def test_an_engine_decodes_in_the_daemons_memory(daemon: Daemon, device: Any, en
             stored = shuttle.store(engine.ids[page * per : (page + 1) * per], slot, holder=held)
             assert held.commit(page, 1, after=stored.done) == page + 1
         engine.fill(np.zeros(len(engine.kv.bytes), np.uint8))
-        slots = np.array([held.address(0, page) for page in range(PAGES)], np.uint64)
-        shuttle.load(engine.ids, slots, holder=held)
+        shuttle.load(engine.ids, slots_of(held), holder=held)
     assert np.array_equal(engine.blocks(), before)
     assert held.address(0, 0) is None
     with Client(daemon.socket, instance="cpu", verify="always", timeout_s=20.0) as other:
         read = other.open(engine.cache.spec).match(keys()).acquire(wait_ms=5000)
         assert all(read.view(0, page) is not None for page in range(PAGES))
+
+
+def test_blocks_go_into_slots_in_host_with_the_sums_of_the_device(device: Any, engine: Engine):
+    """The twin of test_device_daemon: gather, sum, copy into reserved slots in host; verify what is leased, scatter."""
+    before, shuttle = engine.blocks(), Shuttle(device, engine.plan, sums=True, stage_bytes=8192)
+    with engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000) as held:
+        stored = shuttle.store(engine.ids, slots_of(held), holder=held)
+        stored.wait()
+        held.summed(0, 0, stored.sums.tolist())
+        assert held.commit() == PAGES
+    engine.fill(np.zeros(len(engine.kv.bytes), np.uint8))
+    with engine.cache.match(keys()).acquire(wait_ms=5000) as lease:
+        assert all(lease.view(0, page) is not None for page in range(PAGES))
+        shuttle.load(engine.ids, slots_of(lease), holder=lease).wait()
+    assert np.array_equal(engine.blocks(), before)
+    shuttle.close()
+
+
+class Gate:
+    """An event of a stream that is reached when the test says so."""
+
+    open = False
+
+    def synchronize(self, timeout_s: float | None = None) -> bool:
+        return self.open
+
+
+def test_slots_are_given_back_only_after_the_engines_stream(device: Any, engine: Engine):
+    """The twin of test_device_engines: what a stream may still write or read stays held, and goes once it is done."""
+    assert engine.client.map_device(device.facts.uuid), engine.client.device.reason
+    shuttle, gate = Shuttle(device, engine.plan, direct=True, stream=engine.stream), Gate()
+    held = engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000, device=True)
+    shuttle.store(engine.ids, slots_of(held), holder=held)
+    for verb in (held.commit, held.abort):
+        with pytest.raises(KvtierError, match="stay held"):
+            verb(after=gate, timeout_s=0.01)
+        assert held.address(0, 0) is not None
+    gate.open = True
+    assert held.commit(after=engine.stream.record()) == PAGES
+    gate.open = False
+    lease = engine.cache.match(keys()).acquire(wait_ms=5000)
+    with pytest.raises(KvtierError, match="stay held"):
+        lease.release(after=gate, timeout_s=0.01)
+    assert lease.address(0, 0) is not None
+    gate.open = True
+    lease.release(after=gate)
+    assert lease.address(0, 0) is None
 
 
 def test_hot_pages_come_up_and_are_read_there(daemon: Daemon, device: Any, engine: Engine):
@@ -140,8 +190,7 @@ def test_hot_pages_come_up_and_are_read_there(daemon: Daemon, device: Any, engin
         with engine.cache.match(keys()).acquire(wait_ms=5000) as lease:
             there = all(lease.on_device(0, page) for page in range(PAGES))
             if there:
-                at = np.array([lease.address(0, page) for page in range(PAGES)], np.uint64)
-                shuttle.load(engine.ids, at, holder=lease)
+                shuttle.load(engine.ids, slots_of(lease), holder=lease)
             return there
 
     until_sync(up)

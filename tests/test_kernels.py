@@ -34,6 +34,7 @@ LAYOUTS = {
     "block-head-layer": (Shape("BHLNC", 2, 6, 3, 8, (64, 64), 2), 8),
     "mla": (Shape("LBNHC", 3, 4, 1, 64, (576,), 2), 64),
     "mla-blocks-of-1": (Shape("LBNHC", 2, 40, 1, 1, (576,), 2), 16),
+    "one-head-blocks-of-1": (Shape("LBNHC", 2, 50, 1, 1, (128, 128), 2), 23),
     "k-wider-than-v": (Shape("LBNHC", 2, 4, 2, 16, (192, 128), 2), 16),
     "fp8-kv": (Shape("LBNHC", 2, 4, 2, 16, (128, 128), 1), 32),
     "width-8": (Shape("BLNHC", 2, 5, 2, 8, (36, 20), 2), 16),
@@ -41,7 +42,7 @@ LAYOUTS = {
     "width-2": (Shape("LHBNC", 2, 5, 3, 4, (5, 3), 2), 12),
     "width-1": (Shape("LBNHC", 2, 5, 3, 5, (5, 3), 1), 15),
 }
-SECTORS = {"width-8": 1.4, "width-4": 2.1, "width-2": 2.9, "width-1": 5.2, "mla-blocks-of-1": 1.06}
+SECTORS = {"width-8": 1.34, "width-4": 2.05, "width-2": 2.75, "width-1": 4.9}
 """Sectors asked for, as multiples of the bytes moved, of rows of 3 to 72 bytes; of all others 1.05."""
 QUANTIZED = {
     "nhd": (Shape("LBNHC", 2, 7, 2, 16, (128, 128), 2), 32),
@@ -187,9 +188,10 @@ def test_layers_can_move_alone(layers: tuple[int, int], compiler: str, arch: int
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_few_thread_blocks_do_the_whole_work(blocks: int, compiler: str, arch: int):
     """A copy that leaves the engine most of the GPU moves the same bytes."""
-    at = scene(*LAYOUTS["nhd"])
-    do(at, compiler, arch, to_slots=True, blocks=blocks)
-    check_gather(at)
+    for name in ("nhd", "one-head-blocks-of-1"):
+        at = scene(*LAYOUTS[name])
+        do(at, compiler, arch, to_slots=True, blocks=blocks)
+        check_gather(at)
     at = scene(*QUANTIZED["nhd"], "int4-kivi")
     do(at, compiler, arch, to_slots=True, blocks=blocks)
     mine = [slot.copy() for slot in at.slots]
@@ -270,14 +272,23 @@ def test_every_kernel_is_right_in_each_generation(what: cudakit.Source, arch: in
     assert ran == set(cudakit.kernels(compiler, what, arch)) - unused
 
 
-def odd_values(name: str, element: str, compiler: str, arch: int) -> None:
-    """Both ways with the numbers that go wrong first."""
-    at = scene(Shape("LBNHC", 1, 2, 1, 32, (64, 64), 2), 32, name, element)
-    words = at.engine.bytes.view(np.uint16).reshape(2, 32, 128)
+ODD = Shape("LBNHC", 1, 2, 1, 32, (64, 64), 2), 32
+"""Two pages for the numbers that go wrong first."""
+
+
+def put_odd_values(data: np.ndarray, element: str) -> None:
+    """NaN, infinities, subnormals, -0, equal values and the largest ones."""
+    words = data.view(np.uint16).reshape(2, 32, 128)
     nan, inf, most = (0x7FC0, 0x7F80, 0x7E00) if element == "bf16" else (0x7E00, 0x7C00, 0x7BFF)
     words[0, 1, 3], words[0, 2, 4], words[0, 3, 5], words[0, 4, 70] = nan, inf, 0x8000 | inf, nan
     words[1, 0], words[1, 1], words[1, 2], words[1, 3] = 0, 0x8000, 0x0001, 0x8003
     words[1, 4, ::2], words[1, 4, 1::2], words[1, 5] = most, 0x8000 | most, 0x3F80
+
+
+def odd_values(name: str, element: str, compiler: str, arch: int) -> None:
+    """Both ways with them."""
+    at = scene(*ODD, name, element)
+    put_odd_values(at.engine.bytes, element)
     do(at, compiler, arch, to_slots=True)
     mine = [slot.copy() for slot in at.slots]
     do_on_host(at, to_slots=True)
@@ -339,7 +350,7 @@ def test_quantization_asks_for_hardly_more_sectors(shape: str, name: str, compil
 MUTATIONS = {
     "sums without the barrier": ("sums.cu", "__syncthreads();", "", "race"),
     "a step past the last vector": ("pages.cu", "(n + k * stride < total)", "(n + k * stride <= total)", "bounds"),
-    "a unit too many": ("pages.cu", "unit < units;", "unit <= units;", "bounds|race|misaligned"),
+    "rows of threads past the last block": ("pages.cu", "if (block >= (u32)blocks) continue;", "", "bounds|race"),
     "rows of the last group twice": ("quant.cu", "live = n < total ? (u32)vecs : 0", "live = vecs", "race"),
     "a shuffle that idle threads miss": (
         "quant.cu", "for (u32 by = 1; by < lanes; by *= 2) range.merge(by);",
@@ -360,12 +371,13 @@ def test_kernels_with_a_mistake_are_caught(name: str, compiler: str, arch: int):
     if file == "sums.cu":
         memory = ptx.Memory(1 << 18)
         address, out = memory.take(70 << 10)[0], memory.take(8)[0]
-        ops = [summed(np.array([address]), 70 << 10, out)]
+        runs = [(summed(np.array([address]), 70 << 10, out), memory)]
     else:
-        at = scene(Shape("LBNHC", 1, 3, 1, 16, (72, 40), 2), 16, "fp8" if file == "quant.cu" else "none")
-        memory, ops = at.memory, moves(at.plan, at.addresses, at.ids, (0, 1), to_slots=True)
+        odd = Shape("LBNHC", 1, 3, 1, 16, (72, 40), 2), 16
+        scenes = [scene(*odd, "fp8")] if file == "quant.cu" else [scene(*odd), scene(*LAYOUTS["one-head-blocks-of-1"])]
+        runs = [(moves(at.plan, at.addresses, at.ids, (0, 1), to_slots=True)[0], at.memory) for at in scenes]
     with pytest.raises(ptx.WrongError, match=says):
-        cudakit.run(ops[0], memory, compiler, arch, found=found)
+        all(cudakit.run(op, memory, compiler, arch, found=found) for op, memory in runs)
 
 
 @on_all
@@ -409,3 +421,4 @@ def test_tables_name_kernels_that_exist():
                 assert len(made.args) == (14 if made.source.defines else 13)
                 assert 1 <= made.grid[0] < 2**31
                 assert 1 <= made.grid[1] < 65536
+                assert made.block[0] * made.block[1] % 32 == 0

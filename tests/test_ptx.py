@@ -59,7 +59,7 @@ def run(body: str) -> ptx.Memory:
     memory = ptx.Memory(1 << 16)
     at = memory.put(np.arange(64, dtype=np.uint32))
     kernel = parse(HEAD + "mov.f32 %f1, 0f3F800000;\n" + body + "\n\tret;\n}\n")["bad"]
-    ptx.Run(kernel, memory, [1], 64, [at]).go()
+    ptx.Run(kernel, memory, [1], [64], [at]).go()
     return memory
 
 

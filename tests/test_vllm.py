@@ -20,6 +20,7 @@ import pytest
 from kvtier import wire
 from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
+from storekit import KINDS, maker
 from vllmkit import ATTACH, EVERY, PAGE, Engine, connector, kernels, make_model, needs_vllm, prompt, texts, tier
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(600)]
@@ -170,18 +171,25 @@ def test_copies_by_kernels_give_the_same_bits(models: Path, home: Daemon, tmp_pa
         assert (got["cached"], got["tokens"], got["logprobs"]) == (160, want["tokens"], want["logprobs"])
 
 
-def test_kernels_use_the_daemons_device_tier(models: Path, tmp_path: Path):
-    """Pages are computed into the daemon's device memory and read there; who does not map it has them from host."""
-    flags = ["--device-which=cpu", "--device-bytes=64MiB"]
-    options = {"model": models / "llama"}
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_use_the_daemons_device_tier(models: Path, tmp_path: Path, kind: str):
+    """Pages are computed into the daemon's device memory and read there; who does not map it has them from host.
+
+    What they give is what vLLM's own prefix cache gives, bit for bit: both compute the same tokens after the same KV.
+    """
+    maker(kind)
+    flags = [f"--device-which={'cpu' if kind == 'cpu' else 'cuda:0'}", "--device-bytes=64MiB"]
+    more = {} if kind == "cpu" else {"dtype": "bfloat16", "gpu_memory_utilization": 0.3}
+    options = {"model": models / "llama", **more}
     with Daemon(tmp_path / "home", host=HOST, disk=DISK, flags=flags) as home:
         with Engine(tmp_path / "log", **options, attach=kernels(home.socket, device=True)) as engine:
-            want = engine.generate([prompt(200)])[0]
+            engine.generate([prompt(200)])
             kept(engine, [prompt(200)], [192])
+            want = engine.generate([prompt(200)])[0]
             again = engine.again([prompt(200)])[0]
             assert (again["tokens"], again["logprobs"]) == (want["tokens"], want["logprobs"])
             assert json.loads(control(home, "status", "--json"))["tiers"]["device"]["used_bytes"] > 0
-        with Engine(tmp_path / "log", **options, attach=connector(home.socket)) as torch:
+        with Engine(tmp_path / "log", **options, attach=connector(home.socket, copy="torch")) as torch:
             got = torch.generate([prompt(200)])[0]
             assert (got["cached"], got["tokens"], got["logprobs"]) == (192, want["tokens"], want["logprobs"])
         assert idle(home)

@@ -15,7 +15,6 @@ import pytest
 from enginekv import EngineKv, Shape
 from kvtier.client import Client
 from kvtier.demo.daemon import Daemon
-from kvtier.device.host import HostDevice
 from kvtier.device.shuttle import Way
 from kvtier.identity import CacheSpec, GroupSpec, Slice
 from kvtier.types import Kind, KvtierError
@@ -162,9 +161,9 @@ def test_ranks_bring_their_heads_of_each_page(vllm: Any, daemon: Daemon, device:
         rank.close()
 
 
-def test_a_page_that_rotted_is_not_loaded(vllm: Any, daemon: Daemon):
+def test_a_page_that_rotted_is_not_loaded(vllm: Any, daemon: Daemon, device: Any):
     """The CPU verifies what goes up: the load says that it is not good, and where it stopped."""
-    engine = Engine(vllm, HostDevice(), daemon, "LBNHC")
+    engine = Engine(vllm, device, daemon, "LBNHC")
     held = engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000)
     engine.save(held, [1, 2, 3, 4, 5])
     with engine.cache.match(keys()).acquire(wait_ms=5000) as lease:
@@ -174,11 +173,11 @@ def test_a_page_that_rotted_is_not_loaded(vllm: Any, daemon: Daemon):
     engine.close()
 
 
-def test_many_pages_go_by_few_chunks(vllm: Any, daemon: Daemon, monkeypatch: pytest.MonkeyPatch):
+def test_many_pages_go_by_few_chunks(vllm: Any, daemon: Daemon, device: Any, monkeypatch: pytest.MonkeyPatch):
     """More pages than the pinned memory holds: chunks are used again once they are empty."""
     monkeypatch.setattr(vllm.kernels, "CHUNK_BYTES", 1)  # a page each
     monkeypatch.setattr(vllm.kernels, "CHUNKS", 2)
-    engine = Engine(vllm, HostDevice(), daemon, "BLHNC")
+    engine = Engine(vllm, device, daemon, "BLHNC")
     engine.send(np.random.default_rng(0).integers(0, 256, len(engine.kv.bytes), np.uint8))
     before = engine.pages([1, 2, 3, 4, 5])
     assert engine.save(engine.cache.match(keys()).reserve(0, PAGES, wait_ms=5000), [1, 2, 3, 4, 5]) == PAGES

@@ -339,7 +339,7 @@ class CudaDevice:
             words = (ctypes.c_uint64 * len(args))(*args)  # every parameter of every kernel is 8 bytes wide
             places = (ctypes.c_void_p * len(args))(*(ctypes.addressof(words) + 8 * n for n in range(len(args))))
             cupy.cuda.driver.launchKernel(
-                kernel, *made.grid, 1, made.block, 1, 1, 0, stream.handle, ctypes.addressof(places), 0
+                kernel, *made.grid, 1, *made.block, 1, 0, stream.handle, ctypes.addressof(places), 0
             )
             self._tables.sent(CudaEvent(self, stream.handle))
 

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.device.layout import Sheet
+from kvtier.device.layout import VECTOR, Sheet
 from kvtier.device.ops import Move, Op, Sum
 from kvtier.types import bad
 
@@ -16,6 +16,9 @@ THREADS: Final = 256
 """Most threads of a block that moves bytes."""
 EACH: Final = 4
 """Vectors that such a thread has in flight."""
+WARP: Final = 32
+ROW: Final = 4
+"""Least threads that move a block: 64 bytes at once, two whole sectors."""
 QUANT_THREADS: Final = 128
 ROWS: Final = 8
 """Tokens that a group of threads quantizes at once, in rows of up to 32 vectors."""
@@ -50,7 +53,7 @@ class Launch(NamedTuple):
     source: Source
     name: str
     grid: tuple[int, int]
-    block: int
+    block: tuple[int, int]
     args: tuple[int | npt.NDArray[Any], ...]
 
 
@@ -77,7 +80,7 @@ def launch(op: Op, processors: int, blocks: int = 0) -> Launch:
         keys = sum_keys()
         grid = (min(len(op.slots), most), 1)
         return Launch(
-            Source("sums.cu"), "sum_slots", grid, SUM_THREADS, (op.slots, len(op.slots), op.size, keys, op.out)
+            Source("sums.cu"), "sum_slots", grid, (SUM_THREADS, 1), (op.slots, len(op.slots), op.size, keys, op.out)
         )
     return _quantize(op, most) if op.kind else _move(op, most)
 
@@ -86,15 +89,19 @@ def _move(op: Move, most: int) -> Launch:
     """A launch that moves bytes as they are."""
     sheet, width = op.sheet, op.sheet.width
     vectors = sheet.heads * sheet.tokens * sheet.row // width
-    threads = min(max(32, -(-vectors // EACH) // 32 * 32), THREADS)
-    units = len(op.ids) * op.planes
+    wanted = -(-vectors // EACH)
+    threads, rows = min(max(WARP, wanted // WARP * WARP), THREADS), 1
+    if wanted < WARP and width == VECTOR:  # several blocks a warp, which would be idle else
+        threads = max(ROW, 1 << (wanted - 1).bit_length())
+        rows = WARP // threads
+    units = -(-len(op.ids) // rows) * op.planes
     parts = min(-(-vectors // (threads * EACH)), max(1, most // units))
     grid = (min(units, max(1, most // parts)), parts)
     args = (
         table(sheet, op.first, op.planes), op.planes, op.slots, op.ids, len(op.ids), op.per, sheet.block_stride,
         sheet.heads, sheet.head_stride, sheet.head_pitch, sheet.tokens, sheet.token_stride, sheet.row,
     )  # fmt: skip
-    return Launch(Source("pages.cu"), f"{'gather' if op.to_slots else 'scatter'}_{width}", grid, threads, args)
+    return Launch(Source("pages.cu"), f"{'gather' if op.to_slots else 'scatter'}_{width}", grid, (threads, rows), args)
 
 
 def _quantize(op: Move, most: int) -> Launch:
@@ -117,4 +124,4 @@ def _quantize(op: Move, most: int) -> Launch:
     )  # fmt: skip
     wide = "_wide" if sheet.axis == "token" and vecs > 32 else ""
     name = f"run_{'pack' if op.to_slots else 'unpack'}_{sheet.axis}{wide}"
-    return Launch(source, name, (min(-(-items // QUANT_THREADS), most), 1), QUANT_THREADS, args)
+    return Launch(source, name, (min(-(-items // QUANT_THREADS), most), 1), (QUANT_THREADS, 1), args)
