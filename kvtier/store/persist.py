@@ -108,6 +108,8 @@ class Persist:
     def coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
         """The entry that brings a page of the path to `node` to disk, if one does."""
         where, _ = cache.index.locate(node, page)
+        if not where.refs:  # what brings it holds it; a flush of much asks of each page, beside as many on their way
+            return None
         up: Node | None = node
         while up is not None and up.end > page:
             for entry in self.ending.get(up, ()):
