@@ -312,15 +312,22 @@ class Persist:
         assert disk is not None
         if disk.refusal != Code.NO_SPACE or self._syncing:
             return  # a completion pumps again, or the end of loading
-        freed = self.room.evict(nbytes, slice_s=SLICE_S)
+        if disk.sick:  # what goes does not become room now: more would go with each try, until disk has nothing left
+            self._refuse(entry, Code.IO)
+            return
+        freed = 0 if disk.freeing_bytes >= nbytes else self.room.evict(nbytes, slice_s=SLICE_S)
         if freed or disk.freeing_bytes or disk.making_room:
             self._syncing = True
             self._more_room(nbytes, freed)
         elif not self._writing:  # else what is being written can be evicted soon
-            entry.failed = Code.NO_SPACE
             self.room.stuck()
-            self.counts["refused_disk_no_space"] += entry.end - entry.first
-            self.pump_soon()
+            self._refuse(entry, Code.NO_SPACE)
+
+    def _refuse(self, entry: Entry, code: Code) -> None:
+        """Disk does not take what is left of an entry."""
+        entry.failed = code
+        self.counts[f"refused_disk_{code}"] += entry.end - entry.first
+        self.pump_soon()
 
     def _more_room(self, lacking: int, freed: int) -> None:
         """So much of it was freed in one slice: go on until it is all there, or nothing goes, and make it durable."""
