@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.identity import GroupSpec, chain_keys
-from kvtier.tiers.extentfile import Calls
+from kvtier.tiers import transfers
+from kvtier.tiers.extentfile import Calls, Scratch
+from kvtier.tiers.packing import Packing
 from kvtier.types import Kind, KvtierError
 from tests import powercut
 from tests.diskkit import KIB, MIB, Owner, spec
@@ -215,6 +217,59 @@ def test_a_failed_read_costs_that_item_only(tmp_path):
         calls.preadv = preadv
         assert owner.read(cache, run, 1, 8) == [""] * 5 + ["io"] + [""] * 2
         assert owner.tier.stats["io_errors"] == 1
+
+
+def no_memory(*_: object) -> None:
+    """What an allocation ends in where none is left."""
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_write_that_finds_no_memory_is_named_and_holds_up_nothing(tmp_path, monkeypatch, compress):
+    """What is not aligned needs some, and so does packing: that run fails, or is written as it is; others go on."""
+    with Owner(tmp_path / "d", compress=compress) as owner:
+        cache = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, 7000)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Scratch, "stand_in", no_memory)
+            assert outcome(owner, cache, 1) == (None, "io")
+            assert owner.tier.sick == "ENOMEM"
+            assert owner.flush() == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(Packing, "_pack", no_memory)
+            run, error = outcome(owner, cache, 2)
+        assert error == ""
+        assert owner.read(cache, run, 2, 4) == [""] * 4
+
+
+def test_a_read_that_finds_no_memory_ends_with_the_last_of_its_calls(tmp_path, monkeypatch):
+    """Until then they write into memory that is somebody else's afterwards."""
+    calls = Failing()
+    reading = threading.Semaphore(0)
+    real = transfers.digest
+
+    def digest(views) -> int:
+        if not threading.current_thread().name.startswith("kvtier-disk"):
+            raise MemoryError
+        return real(views)
+
+    def preadv(*args):
+        if threading.current_thread().name.startswith("kvtier-disk"):
+            reading.acquire()
+        return os.preadv(*args)
+
+    calls.preadv = preadv
+    with Owner(tmp_path / "d", 64 * MIB, calls=calls) as owner:
+        cache = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, MIB)))
+        run = owner.write(cache, 1, 4)
+        monkeypatch.setattr(transfers, "digest", digest)
+        said = []
+        reader = threading.Thread(target=lambda: said.extend(owner.read(cache, run, 1, 4)))
+        reader.start()
+        reader.join(0.3)
+        assert reader.is_alive()
+        reading.release(100)
+        reader.join()
+        assert sorted(said) == ["", "", "", "io"]
 
 
 def test_short_calls_are_finished(tmp_path):
