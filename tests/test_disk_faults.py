@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import faultkit
 from kvtier.identity import GroupSpec, chain_keys
 from kvtier.tiers import transfers
 from kvtier.tiers.extentfile import Calls, Scratch
@@ -417,6 +419,53 @@ def test_a_catalogue_that_no_descriptor_is_left_for_refuses_and_recovers(tmp_pat
     with Owner(tmp_path / "d") as owner:
         assert [run.id for run, _, _ in owner.runs] == [kept, fresh]
         assert owner.read(cache, kept, 1, 4) + owner.read(cache, fresh, 3, 4) == [""] * 8
+
+
+def test_a_tier_that_rested_while_its_file_system_turned_read_only_closes_as_ever(tmp_path):
+    """It learns of it as it closes: who closes it goes on with what is left to close, and the next looks closely."""
+    with faultkit.file_system(tmp_path, 64) as where:
+        with Owner(where / "d", 16 * MIB) as owner:
+            run = owner.write(owner.cache(), 1, 4)
+            assert not faultkit.mount(f"-oremount,abort {where}")
+            assert owner.read(owner.cache(), run, 1, 4) == [""] * 4
+        faultkit.remount(tmp_path)
+        assert (where / "d" / "lock").read_text().split() == [str(os.getpid())]
+        with Owner(where / "d") as owner:
+            assert owner.read(owner.cache(), run, 1, 4) == [""] * 4
+
+
+def test_a_power_cut_right_after_a_start_is_not_taken_for_a_clean_end(tmp_path):
+    """The device knows that somebody has the directory before anything in it changes."""
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    with faultkit.file_system(tmp_path, 64) as where:
+        with Owner(where / "d", 16 * MIB):
+            pass
+        subprocess.run(["sync", "-f", str(where)], check=True)
+        with Owner(where / "d"):
+            shutil.copy(tmp_path / "image", tmp_path / "image-cut")
+    assert not faultkit.mount(f"-oloop {tmp_path / 'image-cut'} {cut}")
+    try:
+        assert (cut / "d" / "lock").read_text().split() == [str(os.getpid())]
+    finally:
+        subprocess.run(["umount", str(cut)], check=True)
+
+
+def test_a_tier_on_a_file_system_that_became_full_is_opened_and_served(tmp_path):
+    """After a clean end, too: that somebody has the directory again takes no room."""
+    with faultkit.file_system(tmp_path, 64) as where:
+        with Owner(where / "d", 16 * MIB) as owner:
+            run = owner.write(owner.cache(), 1, 4)
+        with (where / "ballast").open("wb", 0) as ballast:
+            for size in (MIB, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        ballast.write(bytes(size))
+        assert os.statvfs(where).f_bavail == 0
+        with Owner(where / "d", 16 * MIB) as owner:
+            assert owner.read(owner.cache(), run, 1, 4) == [""] * 4
+            assert (where / "d" / "lock").stat().st_size
+        assert not (where / "d" / "lock").stat().st_size
 
 
 @pytest.fixture
