@@ -6,7 +6,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from engines import FULL, Engine, idle, spec, tokens
@@ -161,6 +163,27 @@ async def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             if node.time and node.count[Tier.DISK]
         }
         assert warm == set(order[-5:])
+
+
+async def test_what_is_saved_is_no_more_than_a_few_nodes_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines wait while it is made into rows, and as Python's objects a million nodes take half a gigabyte."""
+    monkeypatch.setattr(warmth, "SLICE", 4)
+    made: list[int] = []
+    array = np.array
+
+    def counted(found: Any, *more: Any, **words: Any) -> Any:
+        if warmth.ROW in more:
+            made.append(len(found))
+        return array(found, *more, **words)
+
+    async with storing(tmp_path, host=16 * MIB) as store:
+        await used(store)
+        monkeypatch.setattr(np, "array", counted)
+        await store.parts.warmth.save()
+        assert sum(made) == PROMPTS
+        assert max(made) <= 4
 
 
 async def test_it_is_saved_while_the_daemon_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
