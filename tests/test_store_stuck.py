@@ -119,9 +119,11 @@ async def test_a_full_disk_gives_up_no_more_while_nothing_becomes_durable(
             await until(lambda: disk.failure and not store.parts.persist.pending)
             assert index.copies[Tier.DISK] > before - 10
         monkeypatch.setattr(health, "RETRY_S", 0.0)
+        await until(lambda: not disk.freeing_bytes)
         written = store.parts.counts["pages_written_disk"]
-        assert await engine.put(tokens(200)) == 1
-        await until(lambda: store.parts.counts["pages_written_disk"] > written)
+        for n in range(200, 240):
+            assert await engine.put(tokens(n)) == 1
+        await until(lambda: store.parts.counts["pages_written_disk"] >= written + 40)
         engine.leave()
         assert idle(store) == []
 

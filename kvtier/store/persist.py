@@ -47,6 +47,8 @@ class Persist:
         self._writing = 0
         self._moved = asyncio.Event()
         self._syncing = False
+        self._owed = False
+        """Whether what went for room could not be made durable: it is waited for before more goes."""
         self._pumping = False
         """Whether pump is about to run."""
         self._failures = Failures()
@@ -315,7 +317,7 @@ class Persist:
         if disk.sick:  # what goes does not become room now: more would go with each try, until disk has nothing left
             self._refuse(entry, Code.IO)
             return
-        freed = 0 if disk.freeing_bytes >= nbytes else self.room.evict(nbytes, slice_s=SLICE_S)
+        freed = 0 if self._owed and disk.freeing_bytes else self.room.evict(nbytes, slice_s=SLICE_S)
         if freed or disk.freeing_bytes or disk.making_room:
             self._syncing = True
             self._more_room(nbytes, freed)
@@ -344,7 +346,7 @@ class Persist:
         finally:
             self._more_room(lacking, freed)
 
-    def _synced(self, *_: object) -> None:
-        """Freed cells can be used again."""
-        self._syncing = False
+    def _synced(self, error: str) -> None:
+        """Freed cells can be used again, or will be when a commit works."""
+        self._syncing, self._owed = False, bool(error)
         self.pump()
