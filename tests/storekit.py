@@ -147,9 +147,10 @@ class Failing(Calls):
 
 
 @contextlib.contextmanager
-def full_for(path: Path) -> Iterator[None]:
-    """Whoever of this process has a file open finds no room to write to it."""
+def full_for(path: Path, flags: int = 0) -> Iterator[None]:
+    """Whoever of this process has a file open (with these flags) finds no room to write to it."""
     fds = [int(fd.name) for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
+    fds = [fd for fd in fds if fcntl.fcntl(fd, fcntl.F_GETFL) & flags == flags]
     assert fds, f"nobody has {path} open"
     saved = [os.dup(fd) for fd in fds]
     full = os.open("/dev/full", os.O_WRONLY)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import faultkit
+import storekit
 from kvtier.identity import GroupSpec, chain_keys
 from kvtier.tiers import transfers
 from kvtier.tiers.extentfile import Calls, Scratch
@@ -371,6 +372,28 @@ def test_a_catalogue_that_cannot_grow_refuses_and_recovers(tmp_path):
     with Owner(tmp_path / "d", 1 * MIB) as owner:
         assert runs[0] not in {run.id for run, _, _ in owner.runs}
         assert owner.tier.used_bytes == sum(run.pages for run, _, _ in owner.runs) * 4 * KIB
+
+
+def test_a_catalogue_whose_meta_page_cannot_be_written_is_read_all_the_same(tmp_path):
+    """LMDB refuses reads, too, after that: what looks at the catalogue, or loads it, goes on."""
+    data = tmp_path / "d" / "catalogue" / "data.mdb"
+    with Owner(tmp_path / "d") as owner:
+        cache = owner.cache()
+        runs = [owner.write(cache, seed, 4) for seed in range(50)]
+        with storekit.full_for(data, os.O_DSYNC):
+            assert outcome(owner, cache, 100) == (None, "no_space")
+            assert owner.tier.upkeep.usage()["catalogue_free_bytes"] >= 0
+        assert outcome(owner, cache, 101)[1] == ""
+    with Owner(tmp_path / "d", load=False) as owner:
+        said: list[str] = []
+        loading = owner.tier.load()
+        found = [next(loading).id]
+        with storekit.full_for(data, os.O_DSYNC):
+            owner.tier.set_epoch(b"b" * 32, 1, said.append)
+            owner.wait(lambda: said)
+            found += [run.id for run in loading]
+        assert said == ["no_space"]
+        assert set(runs) < set(found)
 
 
 @contextlib.contextmanager
