@@ -14,7 +14,7 @@ import time
 from array import array
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -108,27 +108,20 @@ class Warmth:
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Read the file, if there is one that is right."""
+    async def load(self) -> None:
+        """Read the file, if there is one that is right; engines that ask meanwhile find what it says of no page yet."""
         path = self.path
         if path is None:
             return
         try:
-            raw = path.read_bytes()
-        except OSError:
+            found = await self.parts.mover.run(_read, path, self.parts.now(), urgency=Urgency.BACKGROUND)
+        except (OSError, KvtierError):
             return
-        rows = _parse(raw)
-        if rows is None:
+        if found is None:
             self.parts.counts["heat_damaged"] += 1
             log.warning("%s is damaged: what is on disk begins cold", path)
-            return
-        then = self.parts.now() - max(0.0, time.time() - HEAD.unpack_from(raw)[1])  # however long loading takes
-        rows = rows[np.argsort(rows["handle"])]
-        self._handles = array("Q", rows["handle"].tobytes())
-        self._used = array("d", (then - rows["idle"].astype("f8")).tobytes())
-        self._scores = Heat.renewed(rows["scores"], then).tobytes()
-        runs, first = np.unique(rows["handle"] >> PAGE_BITS, return_index=True)
-        self._of_run = dict(zip(runs.tolist(), first.tolist(), strict=True))
+        else:
+            self._handles, self._used, self._scores, self._of_run = found
 
     def apply(self, cache: Cache, run: Run, places: Places, whole: Node | None = None) -> None:
         """Warm the nodes that a run was just put into: one, where that has all of it."""
@@ -198,6 +191,33 @@ def _write(path: Path, raw: bytearray) -> None:
         file.flush()
         os.fdatasync(fd)
     part.replace(path)
+
+
+class _Rows(NamedTuple):
+    """What a file says, as Warmth keeps it."""
+
+    handles: array[int]
+    used: array[float]
+    scores: bytes
+    of_run: dict[int, int]
+
+
+def _read(path: Path, now: float) -> _Rows | None:
+    """The rows of a file in the order of their handles, None where it is damaged; raises OSError."""
+    raw = path.read_bytes()
+    rows = _parse(raw)
+    if rows is None:
+        return None
+    then = now - max(0.0, time.time() - HEAD.unpack_from(raw)[1])  # however long loading takes
+    rows = rows[np.argsort(rows["handle"])]
+    used = array("d", (then - rows["idle"].astype("f8")).tobytes())
+    runs, first = np.unique(rows["handle"] >> PAGE_BITS, return_index=True)
+    return _Rows(
+        array("Q", rows["handle"].tobytes()),
+        used,
+        Heat.renewed(rows["scores"], then).tobytes(),
+        dict(zip(runs.tolist(), first.tolist(), strict=True)),
+    )
 
 
 def _parse(raw: bytes) -> NDArray[np.void] | None:
