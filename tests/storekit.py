@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +144,22 @@ class Failing(Calls):
         if self.broken:
             raise OSError(errno.EIO, "injected")
         os.fdatasync(fd)
+
+
+@contextlib.contextmanager
+def full_for(path: Path, flags: int = 0) -> Iterator[None]:
+    """Whoever of this process has a file open (with these flags) finds no room to write to it."""
+    fds = [int(fd.name) for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd) == str(path)]
+    fds = [fd for fd in fds if fcntl.fcntl(fd, fcntl.F_GETFL) & flags == flags]
+    assert fds, f"nobody has {path} open"
+    saved = [os.dup(fd) for fd in fds]
+    full = os.open("/dev/full", os.O_WRONLY)
+    for fd in fds:
+        os.dup2(full, fd, inheritable=False)
+    os.close(full)
+    try:
+        yield
+    finally:
+        for fd, real in zip(fds, saved, strict=True):
+            os.dup2(real, fd, inheritable=False)
+            os.close(real)

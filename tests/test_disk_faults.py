@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+import faultkit
+import storekit
 from kvtier.identity import GroupSpec, chain_keys
-from kvtier.tiers.extentfile import Calls
+from kvtier.tiers import transfers
+from kvtier.tiers.extentfile import Calls, Scratch
+from kvtier.tiers.packing import Packing
 from kvtier.types import Kind, KvtierError
 from tests import powercut
 from tests.diskkit import KIB, MIB, Owner, spec
@@ -217,6 +222,59 @@ def test_a_failed_read_costs_that_item_only(tmp_path):
         assert owner.tier.stats["io_errors"] == 1
 
 
+def no_memory(*_: object) -> None:
+    """What an allocation ends in where none is left."""
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_write_that_finds_no_memory_is_named_and_holds_up_nothing(tmp_path, monkeypatch, compress):
+    """What is not aligned needs some, and so does packing: that run fails, or is written as it is; others go on."""
+    with Owner(tmp_path / "d", compress=compress) as owner:
+        cache = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, 7000)))
+        with monkeypatch.context() as patch:
+            patch.setattr(Scratch, "stand_in", no_memory)
+            assert outcome(owner, cache, 1) == (None, "io")
+            assert owner.tier.sick == "ENOMEM"
+            assert owner.flush() == ""
+        with monkeypatch.context() as patch:
+            patch.setattr(Packing, "_pack", no_memory)
+            run, error = outcome(owner, cache, 2)
+        assert error == ""
+        assert owner.read(cache, run, 2, 4) == [""] * 4
+
+
+def test_a_read_that_finds_no_memory_ends_with_the_last_of_its_calls(tmp_path, monkeypatch):
+    """Until then they write into memory that is somebody else's afterwards."""
+    calls = Failing()
+    reading = threading.Semaphore(0)
+    real = transfers.digest
+
+    def digest(views) -> int:
+        if not threading.current_thread().name.startswith("kvtier-disk"):
+            raise MemoryError
+        return real(views)
+
+    def preadv(*args):
+        if threading.current_thread().name.startswith("kvtier-disk"):
+            reading.acquire()
+        return os.preadv(*args)
+
+    calls.preadv = preadv
+    with Owner(tmp_path / "d", 64 * MIB, calls=calls) as owner:
+        cache = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, MIB)))
+        run = owner.write(cache, 1, 4)
+        monkeypatch.setattr(transfers, "digest", digest)
+        said = []
+        reader = threading.Thread(target=lambda: said.extend(owner.read(cache, run, 1, 4)))
+        reader.start()
+        reader.join(0.3)
+        assert reader.is_alive()
+        reading.release(100)
+        reader.join()
+        assert sorted(said) == ["", "", "", "io"]
+
+
 def test_short_calls_are_finished(tmp_path):
     """The kernel may move less than asked: the rest follows."""
     calls = Failing()
@@ -316,6 +374,28 @@ def test_a_catalogue_that_cannot_grow_refuses_and_recovers(tmp_path):
         assert owner.tier.used_bytes == sum(run.pages for run, _, _ in owner.runs) * 4 * KIB
 
 
+def test_a_catalogue_whose_meta_page_cannot_be_written_is_read_all_the_same(tmp_path):
+    """LMDB refuses reads, too, after that: what looks at the catalogue, or loads it, goes on."""
+    data = tmp_path / "d" / "catalogue" / "data.mdb"
+    with Owner(tmp_path / "d") as owner:
+        cache = owner.cache()
+        runs = [owner.write(cache, seed, 4) for seed in range(50)]
+        with storekit.full_for(data, os.O_DSYNC):
+            assert outcome(owner, cache, 100) == (None, "no_space")
+            assert owner.tier.upkeep.usage()["catalogue_free_bytes"] >= 0
+        assert outcome(owner, cache, 101)[1] == ""
+    with Owner(tmp_path / "d", load=False) as owner:
+        said: list[str] = []
+        loading = owner.tier.load()
+        found = [next(loading).id]
+        with storekit.full_for(data, os.O_DSYNC):
+            owner.tier.set_epoch(b"b" * 32, 1, said.append)
+            owner.wait(lambda: said)
+            found += [run.id for run in loading]
+        assert said == ["no_space"]
+        assert set(runs) < set(found)
+
+
 @contextlib.contextmanager
 def no_descriptor_left():
     """This process can open nothing."""
@@ -362,6 +442,53 @@ def test_a_catalogue_that_no_descriptor_is_left_for_refuses_and_recovers(tmp_pat
     with Owner(tmp_path / "d") as owner:
         assert [run.id for run, _, _ in owner.runs] == [kept, fresh]
         assert owner.read(cache, kept, 1, 4) + owner.read(cache, fresh, 3, 4) == [""] * 8
+
+
+def test_a_tier_that_rested_while_its_file_system_turned_read_only_closes_as_ever(tmp_path):
+    """It learns of it as it closes: who closes it goes on with what is left to close, and the next looks closely."""
+    with faultkit.file_system(tmp_path, 64) as where:
+        with Owner(where / "d", 16 * MIB) as owner:
+            run = owner.write(owner.cache(), 1, 4)
+            assert not faultkit.mount(f"-oremount,abort {where}")
+            assert owner.read(owner.cache(), run, 1, 4) == [""] * 4
+        faultkit.remount(tmp_path)
+        assert (where / "d" / "lock").read_text().split() == [str(os.getpid())]
+        with Owner(where / "d") as owner:
+            assert owner.read(owner.cache(), run, 1, 4) == [""] * 4
+
+
+def test_a_power_cut_right_after_a_start_is_not_taken_for_a_clean_end(tmp_path):
+    """The device knows that somebody has the directory before anything in it changes."""
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    with faultkit.file_system(tmp_path, 64) as where:
+        with Owner(where / "d", 16 * MIB):
+            pass
+        subprocess.run(["sync", "-f", str(where)], check=True)
+        with Owner(where / "d"):
+            shutil.copy(tmp_path / "image", tmp_path / "image-cut")
+    assert not faultkit.mount(f"-oloop {tmp_path / 'image-cut'} {cut}")
+    try:
+        assert (cut / "d" / "lock").read_text().split() == [str(os.getpid())]
+    finally:
+        subprocess.run(["umount", str(cut)], check=True)
+
+
+def test_a_tier_on_a_file_system_that_became_full_is_opened_and_served(tmp_path):
+    """After a clean end, too: that somebody has the directory again takes no room."""
+    with faultkit.file_system(tmp_path, 64) as where:
+        with Owner(where / "d", 16 * MIB) as owner:
+            run = owner.write(owner.cache(), 1, 4)
+        with (where / "ballast").open("wb", 0) as ballast:
+            for size in (MIB, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        ballast.write(bytes(size))
+        assert os.statvfs(where).f_bavail == 0
+        with Owner(where / "d", 16 * MIB) as owner:
+            assert owner.read(owner.cache(), run, 1, 4) == [""] * 4
+            assert (where / "d" / "lock").stat().st_size
+        assert not (where / "d" / "lock").stat().st_size
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 
 from kvtier.identity import GroupSpec
+from kvtier.tiers.ledger import Ledger
 from kvtier.types import Kind
 from tests.diskkit import KIB, MIB, Owner, spec, views
 from tests.test_disk_faults import Failing
@@ -196,6 +197,36 @@ def test_closing_in_the_middle_of_a_move_loses_nothing(tmp_path):
     assert said == ["closing"]
     with Owner(tmp_path / "d", 4 * MIB) as owner:
         still_there(owner, runs)
+
+
+def test_a_slab_s_runs_are_looked_for_a_few_at_a_time(tmp_path, monkeypatch):
+    """Each of them has cells by the dozen, and engines wait while they are looked at."""
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=64 * KIB) as owner:
+        cache = owner.cache(SMALL)
+        for seed in range(300):
+            assert owner.submit(cache, seed, owner.items(cache, seed, 1), keys=owner.keys(cache, seed, 1))
+        owner.wait(lambda: len(owner.results) == 300)
+        owner.tier.free([run << 6 for run, _ in owner.results.values() if run % 2])
+        assert owner.flush() == ""
+        looks = [0]
+        plan, step = Ledger.plan_move, owner.step
+
+        def counted(ledger, run, slab):
+            looks[-1] += 1
+            return plan(ledger, run, slab)
+
+        def next_step(timeout_s=0.0):
+            looks.append(0)
+            return step(timeout_s)
+
+        monkeypatch.setattr(Ledger, "plan_move", counted)
+        monkeypatch.setattr(owner, "step", next_step)
+        said = []
+        owner.tier.upkeep.compact(said.append)
+        owner.wait(lambda: said)
+        assert said == [""]
+        assert owner.tier.stats["slabs_emptied"] > 1
+        assert max(looks) <= 64
 
 
 def test_damage_is_not_repaired_by_moving(tmp_path):

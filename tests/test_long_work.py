@@ -20,12 +20,14 @@ from kvtier import wire
 from kvtier.identity import GroupSpec, Shape, Slice, chain_keys
 from kvtier.index import ANY, Node, base
 from kvtier.store import Store, diskroom, loads, persist, scrub, slices, space
+from kvtier.store.entries import Entry
 from kvtier.store.reserve import ABORTED, OPEN
 from kvtier.store.runs import names_of
+from kvtier.tiers import health
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pool import SlotPool
 from kvtier.types import Kind, Tier
-from storekit import MIB, drop_host, memfd, quiet, rows, storing, until
+from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
 
 PAGES = 300
 PATH = tokens(*range(PAGES))
@@ -454,6 +456,34 @@ async def test_a_reset_while_it_is_looked_for_what_to_load_leaves_nothing_to_be_
         other.leave()
         await quiet(store)
         await until(lambda: not store.parts.loads.moving)
+        assert idle(store) == []
+
+
+async def test_a_flush_looks_at_no_page_again_for_each_that_it_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What disk did not take for a time is much; for each page the others on their way are no business of it."""
+    monkeypatch.setattr(health, "RETRY_S", 0.0)
+    calls, seen = Failing(), 0
+    covers = Entry.covers
+
+    def counted(entry: Entry, page: int) -> bool:
+        nonlocal seen
+        seen += 1
+        return covers(entry, page)
+
+    async with storing(tmp_path, host=8 * MIB, calls=calls) as store:
+        engine = Engine(store)
+        await engine.open(KEYED)
+        calls.broken = True
+        await stored_keys(engine, 200)
+        await until(lambda: not store.parts.persist.pending)
+        calls.broken = False
+        monkeypatch.setattr(Entry, "covers", counted)
+        await engine.call(wire.Flush())
+        assert store.parts.counts["pages_written_disk"] == 200
+        assert seen < 5 * 200
+        engine.leave()
         assert idle(store) == []
 
 

@@ -12,7 +12,8 @@ from engines import Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import Slice
 from kvtier.store import slices
-from storekit import MIB, Failing, quiet, storing, until
+from kvtier.types import KvtierError
+from storekit import MIB, Failing, full_for, quiet, storing, until
 
 LONG = tokens(*range(1, 41))
 OTHERS = [tokens(1000 + n) for n in range(30)]
@@ -127,4 +128,27 @@ async def test_a_purge_is_not_done_while_somebody_holds_what_was_evicted_before_
         assert (await store.admin[wire.DiskPurge](purge)).data["healthy"]
         page = bytes(content(keys[:8], 0, 4000))
         assert page not in (tmp_path / "extents").read_bytes()
+        engine.leave()
+
+
+async def test_what_was_emptied_does_not_come_back_after_a_crash(tmp_path: Path) -> None:
+    """An operator's word waits until it is durable, and says so where that cannot be."""
+    keys, folder = tokens(1, 2, 3), tmp_path / "disk"
+    async with storing(folder) as store:
+        engine = Engine(store)
+        await engine.open(spec(salt=b"tenant"))
+        await engine.put(keys)
+        await quiet(store)
+        assert (await store.admin[wire.Purge](wire.Purge(salt=b"tenant"))).data["pages"] == 3
+        shutil.copytree(folder, tmp_path / "crashed")
+        await engine.put(keys)
+        await quiet(store)
+        with full_for(folder / "catalogue" / "data.mdb"), pytest.raises(KvtierError, match="a crash could bring it"):
+            await store.admin[wire.Purge](wire.Purge(salt=b"tenant"))
+        assert (await store.admin[wire.Purge](wire.Purge(salt=b"tenant"))).data["pages"] == 0
+        engine.leave()
+    async with storing(tmp_path / "crashed") as store:
+        engine = Engine(store)
+        await engine.open(spec(salt=b"tenant"))
+        assert (await engine.match(keys)).pages == 0
         engine.leave()

@@ -12,8 +12,9 @@ import pytest
 from engines import Engine, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
-from kvtier.types import Kind
-from storekit import MIB, drop_host, memfd, quiet, rows, storing, until
+from kvtier.tiers import health
+from kvtier.types import Kind, Tier
+from storekit import MIB, drop_host, full_for, memfd, quiet, rows, storing, until
 
 PAGE = spec((GroupSpec(Kind.FULL, 1, 1, 32_000),))
 
@@ -95,6 +96,35 @@ async def test_a_full_disk_that_can_give_nothing_up_does_not_keep_host_from_maki
         for engine in (holder, other):
             engine.leave()
         await quiet(store)
+        assert idle(store) == []
+
+
+async def test_a_full_disk_gives_up_no_more_while_nothing_becomes_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes is not room before its record is written: while that fails, more of it would not help what comes."""
+    async with storing(tmp_path, disk=2 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(PAGE)
+        for n in range(80):
+            assert await engine.put(tokens(n)) == 1
+        await quiet(store)
+        disk, index = store.parts.disk, store.parts.caches[engine.opened.cache].index
+        assert disk is not None
+        assert store.parts.counts["pages_evicted_disk"]
+        before = index.copies[Tier.DISK]
+        with full_for(tmp_path / "catalogue" / "data.mdb"):
+            for n in range(100, 130):
+                assert await engine.put(tokens(n)) == 1
+            await until(lambda: disk.failure and not store.parts.persist.pending)
+            assert index.copies[Tier.DISK] > before - 10
+        monkeypatch.setattr(health, "RETRY_S", 0.0)
+        await until(lambda: not disk.freeing_bytes)
+        written = store.parts.counts["pages_written_disk"]
+        for n in range(200, 240):
+            assert await engine.put(tokens(n)) == 1
+        await until(lambda: store.parts.counts["pages_written_disk"] >= written + 40)
+        engine.leave()
         assert idle(store) == []
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from engines import FULL, Engine, idle, spec, tokens
@@ -161,6 +164,44 @@ async def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             if node.time and node.count[Tier.DISK]
         }
         assert warm == set(order[-5:])
+
+
+async def test_what_is_saved_is_no_more_than_a_few_nodes_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines wait while it is made into rows, and as Python's objects a million nodes take half a gigabyte."""
+    monkeypatch.setattr(warmth, "SLICE", 4)
+    made: list[int] = []
+    array = np.array
+
+    def counted(found: Any, *more: Any, **words: Any) -> Any:
+        if warmth.ROW in more:
+            made.append(len(found))
+        return array(found, *more, **words)
+
+    async with storing(tmp_path, host=16 * MIB) as store:
+        await used(store)
+        monkeypatch.setattr(np, "array", counted)
+        await store.parts.warmth.save()
+        assert sum(made) == PROMPTS
+        assert max(made) <= 4
+
+
+async def test_a_start_reads_it_beside_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a million rows take more than a tenth of a second, in which engines come back."""
+    async with storing(tmp_path, host=16 * MIB) as store:
+        await used(store)
+    parse, where = warmth._parse, list[str]()
+
+    def noted(raw: bytes) -> Any:
+        where.append(threading.current_thread().name)
+        return parse(raw)
+
+    monkeypatch.setattr(warmth, "_parse", noted)
+    async with storing(tmp_path, host=16 * MIB) as store:
+        assert store.parts.counts["heat_restored"] == PROMPTS
+    assert len(where) == 1
+    assert where[0].startswith("kvtier-mover")
 
 
 async def test_it_is_saved_while_the_daemon_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, Final
 
 from kvtier import wire
 from kvtier.index import Node
@@ -13,7 +13,11 @@ from kvtier.store.flush import flush
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of, held, own, resolve
 from kvtier.store.slices import leaves, popped, sliced
+from kvtier.store.told import flushed
 from kvtier.types import Code, KvtierError, Tier, bad
+
+DURABLE_S: Final = 20.0
+"""So long an operator's word waits for the disk."""
 
 
 class Operate:
@@ -99,13 +103,16 @@ class Operate:
     # -- whole caches ----------------------------------------------------------------------------------------------
 
     async def remove(self, msg: wire.Remove) -> wire.Info:
-        """Empty one cache; one that no engine has open is forgotten. Raises bad_request, unknown."""
+        """Empty one cache; one that no engine has open is forgotten. Raises bad_request, unknown, io."""
         if not msg.cache:
             raise bad("cache", "the beginning of a cache's id")
         return wire.Info(await self.empty([cache_of(self.parts.caches, msg.cache)]))
 
     async def purge(self, msg: wire.Purge) -> wire.Info:
-        """Empty every cache of a scope, a tenant's salt, an adapter: what is given must all fit. Raises bad_request."""
+        """Empty every cache of a scope, a tenant's salt, an adapter: what is given must all fit.
+
+        Raises bad_request, io.
+        """
         return wire.Info(await self.empty(self.fitting(msg.scope, msg.adapter, msg.salt)))
 
     def fitting(self, scope: str, adapter: str, salt: bytes) -> list[Cache]:
@@ -126,7 +133,7 @@ class Operate:
             raise KvtierError(Code.BUSY, "the catalogue is still being indexed")
 
     async def empty(self, caches: list[Cache]) -> dict[str, Any]:
-        """Cut everything that the caches hold now."""
+        """Cut everything that the caches hold now, durably. Raises busy, io."""
         self._indexed()
         pages = kept = 0
         for cache in caches:
@@ -139,4 +146,16 @@ class Operate:
             kept += sum(node.pages for node in cache.index.doomed)  # also what was cut before, and is held still
             await asyncio.sleep(0)  # caches may be many and small
         self.parts.prune()
+        await self._durable()
         return {"caches": [cache.id.hex() for cache in caches], "pages": pages, "held": kept}
+
+    async def _durable(self) -> None:
+        """What was cut does not come back after a crash. Raises io."""
+        if self.parts.disk is None:
+            return
+        try:
+            async with asyncio.timeout(DURABLE_S):
+                await flushed(self.parts.disk)
+        except (KvtierError, TimeoutError) as exc:
+            text = f"emptied, but a crash could bring it back, ask again: {str(exc) or 'the disk does not answer'}"
+            raise KvtierError(Code.IO, text) from None

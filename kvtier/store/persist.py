@@ -47,6 +47,8 @@ class Persist:
         self._writing = 0
         self._moved = asyncio.Event()
         self._syncing = False
+        self._owed = False
+        """Whether what went for room could not be made durable: it is waited for before more goes."""
         self._pumping = False
         """Whether pump is about to run."""
         self._failures = Failures()
@@ -108,6 +110,8 @@ class Persist:
     def coming(self, cache: Cache, node: Node, page: int) -> Entry | None:
         """The entry that brings a page of the path to `node` to disk, if one does."""
         where, _ = cache.index.locate(node, page)
+        if not where.refs:  # what brings it holds it; a flush of much asks of each page, beside as many on their way
+            return None
         up: Node | None = node
         while up is not None and up.end > page:
             for entry in self.ending.get(up, ()):
@@ -310,15 +314,22 @@ class Persist:
         assert disk is not None
         if disk.refusal != Code.NO_SPACE or self._syncing:
             return  # a completion pumps again, or the end of loading
-        freed = self.room.evict(nbytes, slice_s=SLICE_S)
+        if disk.sick:  # what goes does not become room now: more would go with each try, until disk has nothing left
+            self._refuse(entry, Code.IO)
+            return
+        freed = 0 if self._owed and disk.freeing_bytes else self.room.evict(nbytes, slice_s=SLICE_S)
         if freed or disk.freeing_bytes or disk.making_room:
             self._syncing = True
             self._more_room(nbytes, freed)
         elif not self._writing:  # else what is being written can be evicted soon
-            entry.failed = Code.NO_SPACE
             self.room.stuck()
-            self.counts["refused_disk_no_space"] += entry.end - entry.first
-            self.pump_soon()
+            self._refuse(entry, Code.NO_SPACE)
+
+    def _refuse(self, entry: Entry, code: Code) -> None:
+        """Disk does not take what is left of an entry."""
+        entry.failed = code
+        self.counts[f"refused_disk_{code}"] += entry.end - entry.first
+        self.pump_soon()
 
     def _more_room(self, lacking: int, freed: int) -> None:
         """So much of it was freed in one slice: go on until it is all there, or nothing goes, and make it durable."""
@@ -335,7 +346,7 @@ class Persist:
         finally:
             self._more_room(lacking, freed)
 
-    def _synced(self, *_: object) -> None:
-        """Freed cells can be used again."""
-        self._syncing = False
+    def _synced(self, error: str) -> None:
+        """Freed cells can be used again, or will be when a commit works."""
+        self._syncing, self._owed = False, bool(error)
         self.pump()

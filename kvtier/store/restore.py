@@ -50,7 +50,7 @@ class Restore:
             return
         self.parts.persist.room.order.late = True
         owners = self._caches(disk)
-        self.parts.warmth.load()
+        await self.parts.warmth.load()
         async for run in sliced(disk.load(), slice_s=SLICE_S):
             owner = owners.get(run.cache)
             if owner is None or owner.disk is None:

@@ -15,6 +15,7 @@ from kvtier.store.parts import Parts
 from kvtier.store.prompts import cache_of
 from kvtier.store.scrub import Scrub
 from kvtier.store.slices import sliced
+from kvtier.store.told import flushed, told
 from kvtier.tiers.disk import DiskTier
 from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
 
@@ -173,21 +174,3 @@ class Upkeep:
 
     def _fitting(self, msg: wire.DiskPurge) -> list[Cache]:
         return self.operate.fitting(msg.scope, msg.adapter, msg.salt)
-
-
-async def told(ask: Callable[[Callable[[str], None]], None]) -> None:
-    """Wait for what the disk tier tells a callback; raises its error."""
-    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def end(error: str) -> None:
-        if not ended.done():
-            ended.set_result(error)
-
-    ask(end)
-    if error := await ended:
-        raise KvtierError(Code(error) if error in set(Code) else Code.IO, f"the disk tier failed: {error}")
-
-
-async def flushed(disk: DiskTier) -> None:
-    """Everything asked before is durable, or has failed."""
-    await told(disk.flush)

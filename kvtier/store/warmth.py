@@ -14,7 +14,7 @@ import time
 from array import array
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import xxhash
@@ -79,15 +79,16 @@ class Warmth:
         path = self.path
         if path is None or self.parts.loading:
             return 0.0
-        rows, spent = await self._collect()
+        raw, spent = await self._collect()
         try:
-            await self.parts.mover.run(_write, path, rows, urgency=Urgency.BACKGROUND)
+            await self.parts.mover.run(_write, path, raw, urgency=Urgency.BACKGROUND)
         except (OSError, KvtierError) as error:
             log.warning("the heat of what is on disk is not saved: %s", error)
         return spent
 
-    async def _collect(self) -> tuple[NDArray[np.void], float]:
-        """A row of every node that has copies on disk."""
+    async def _collect(self) -> tuple[bytearray, float]:
+        """A row of every node that has copies on disk: some at a time, as Python's objects take ten times the room."""
+        raw = bytearray()
         found: list[tuple[int, float, list[float]]] = []
         spent, begin, seen = 0.0, time.perf_counter(), 0
         now = self.parts.now()
@@ -97,37 +98,30 @@ class Warmth:
                     found.append((handle, now - node.time, Heat.aged(node, now)))
                 seen += 1
                 if seen % SLICE == 0:
+                    raw += np.array(found, ROW).tobytes()
+                    found.clear()
                     spent += time.perf_counter() - begin
                     await asyncio.sleep(0)
                     begin = time.perf_counter()
-        rows = np.array(found, ROW)
-        if rows.size > MOST:
-            rows = rows[np.argpartition(rows["idle"], MOST)[:MOST]]
-        return rows, spent + time.perf_counter() - begin
+        raw += np.array(found, ROW).tobytes()
+        return raw, spent + time.perf_counter() - begin
 
     # -- restoring -----------------------------------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Read the file, if there is one that is right."""
+    async def load(self) -> None:
+        """Read the file, if there is one that is right; engines that ask meanwhile find what it says of no page yet."""
         path = self.path
         if path is None:
             return
         try:
-            raw = path.read_bytes()
-        except OSError:
+            found = await self.parts.mover.run(_read, path, self.parts.now(), urgency=Urgency.BACKGROUND)
+        except (OSError, KvtierError):
             return
-        rows = _parse(raw)
-        if rows is None:
+        if found is None:
             self.parts.counts["heat_damaged"] += 1
             log.warning("%s is damaged: what is on disk begins cold", path)
-            return
-        then = self.parts.now() - max(0.0, time.time() - HEAD.unpack_from(raw)[1])  # however long loading takes
-        rows = rows[np.argsort(rows["handle"])]
-        self._handles = array("Q", rows["handle"].tobytes())
-        self._used = array("d", (then - rows["idle"].astype("f8")).tobytes())
-        self._scores = Heat.renewed(rows["scores"], then).tobytes()
-        runs, first = np.unique(rows["handle"] >> PAGE_BITS, return_index=True)
-        self._of_run = dict(zip(runs.tolist(), first.tolist(), strict=True))
+        else:
+            self._handles, self._used, self._scores, self._of_run = found
 
     def apply(self, cache: Cache, run: Run, places: Places, whole: Node | None = None) -> None:
         """Warm the nodes that a run was just put into: one, where that has all of it."""
@@ -180,16 +174,50 @@ def _keyed(cache: Cache, run: Run) -> Node | None:
     return None if group is None else cache.keyed.find(cache.keyed.name(group, run.keys))
 
 
-def _write(path: Path, rows: NDArray[np.void]) -> None:
-    """Replace the file; raises OSError."""
-    body = HEAD.pack(MAGIC, time.time(), rows.size) + rows.tobytes()
+def _write(path: Path, raw: bytearray) -> None:
+    """Replace the file by that of these rows; raises OSError."""
+    rows = np.frombuffer(raw, ROW)
+    if rows.size > MOST:
+        rows = rows[np.argpartition(rows["idle"], MOST)[:MOST]]
+    head, body = HEAD.pack(MAGIC, time.time(), rows.size), rows.view(np.uint8).data
+    check = xxhash.xxh3_64(head)
+    check.update(body)
     part = path.with_name("heat.part")
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with open(fd, "wb") as file:  # noqa: PTH123 - a descriptor
-        file.write(body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)))
+        file.write(head)
+        file.write(body)
+        file.write(struct.pack("<Q", check.intdigest()))
         file.flush()
         os.fdatasync(fd)
     part.replace(path)
+
+
+class _Rows(NamedTuple):
+    """What a file says, as Warmth keeps it."""
+
+    handles: array[int]
+    used: array[float]
+    scores: bytes
+    of_run: dict[int, int]
+
+
+def _read(path: Path, now: float) -> _Rows | None:
+    """The rows of a file in the order of their handles, None where it is damaged; raises OSError."""
+    raw = path.read_bytes()
+    rows = _parse(raw)
+    if rows is None:
+        return None
+    then = now - max(0.0, time.time() - HEAD.unpack_from(raw)[1])  # however long loading takes
+    rows = rows[np.argsort(rows["handle"])]
+    used = array("d", (then - rows["idle"].astype("f8")).tobytes())
+    runs, first = np.unique(rows["handle"] >> PAGE_BITS, return_index=True)
+    return _Rows(
+        array("Q", rows["handle"].tobytes()),
+        used,
+        Heat.renewed(rows["scores"], then).tobytes(),
+        dict(zip(runs.tolist(), first.tolist(), strict=True)),
+    )
 
 
 def _parse(raw: bytes) -> NDArray[np.void] | None:

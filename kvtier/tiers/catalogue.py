@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Final, TypeVar
 
 import lmdb
@@ -37,6 +38,8 @@ from kvtier.tiers.upgrade import OLDEST, ROOM, upgrade
 log = logging.getLogger("kvtier.disk")
 
 MAP_BYTES: Final = 64 << 20
+PANIC_S: Final = 0.5
+"""So long a read waits for a catalogue that has to be opened again, which takes moments."""
 T = TypeVar("T")
 NAMES: Final = (b"meta", b"caches", b"epochs", b"runs", b"live")
 
@@ -101,10 +104,26 @@ class Catalogue:
         if self._shut:
             self._open()
 
-    def _read(self) -> lmdb.Transaction[bytes]:
-        """A transaction to read in; with `_remap` held."""
-        self._ready()
-        return self._env.begin()
+    @contextlib.contextmanager
+    def _read(self) -> Iterator[lmdb.Transaction[memoryview]]:
+        """A transaction to read in. Raises lmdb.Error, OSError.
+
+        Once a meta page could not be written LMDB refuses even reads, until the writing thread has opened it again.
+        """
+        until = monotonic() + PANIC_S
+        while True:
+            with self._remap:
+                self._ready()
+                try:
+                    txn = self._env.begin(buffers=True)
+                except lmdb.PanicError:
+                    if monotonic() > until:
+                        raise
+                else:
+                    with txn:
+                        yield txn
+                    return
+            sleep(1e-3)
 
     def _settle_version(self, slab_bytes: int) -> Version:
         """The version on record; a new catalogue records the slab size asked for."""
@@ -134,11 +153,14 @@ class Catalogue:
             except lmdb.MapFullError:
                 if not self._grow():
                     raise
-            except lmdb.PanicError:  # after a meta page could not be written LMDB refuses all further work
+            except lmdb.PanicError:
                 if reopened:
                     raise
                 self._reopen()
                 reopened = True
+            except lmdb.Error:
+                self._revive()
+                raise
             else:
                 return
 
@@ -149,6 +171,14 @@ class Catalogue:
             if size < self._limit:
                 self._env.set_mapsize(min(2 * size, self._limit))
             return size < self._limit
+
+    def _revive(self) -> None:
+        """Open it again where LMDB refuses all further work: nobody can read until then, either."""
+        with contextlib.suppress(lmdb.Error, OSError):
+            try:
+                self._env.begin().abort()
+            except lmdb.PanicError:
+                self._reopen()
 
     def _reopen(self) -> None:
         with self._closed():
@@ -170,24 +200,22 @@ class Catalogue:
         return {key: decode_number(key, value) for key, value in self._all(b"epochs")}
 
     def _all(self, db: bytes) -> list[tuple[bytes, bytes]]:
-        with self._remap, self._read() as txn:
+        with self._read() as txn:
             return [(bytes(key), bytes(value)) for key, value in txn.cursor(self._dbs[db])]
 
     def run(self, key: bytes) -> bytes | None:
         """One run's value."""
-        with self._remap, self._read() as txn:
+        with self._read() as txn:
             return bytes(found) if (found := txn.get(key, db=self._dbs[b"runs"])) is not None else None
 
     def runs(
         self, after: bytes, count: int, read: Callable[[bytes, memoryview], T]
     ) -> list[tuple[bytes, T, bytes | None]]:
         """Up to `count` runs behind this key: key, what `read` makes of key and value, the mask's value if any."""
-        with self._remap:
-            self._ready()
-            with self._env.begin(buffers=True) as txn:
-                items = self._behind(txn, b"runs", after, count)
-                found = [(key := bytes(name), read(key, value)) for name, value in items]
-                masks = {bytes(key): bytes(mask) for key, mask in self._behind(txn, b"live", after, count)}
+        with self._read() as txn:
+            items = self._behind(txn, b"runs", after, count)
+            found = [(key := bytes(name), read(key, value)) for name, value in items]
+            masks = {bytes(key): bytes(mask) for key, mask in self._behind(txn, b"live", after, count)}
         return [(key, run, masks.get(key)) for key, run in found]
 
     def _behind(
@@ -239,18 +267,19 @@ class Catalogue:
     def runs_at(self, prefix: bytes) -> list[tuple[bytes, bytes, bytes | None]]:
         """The same of every run whose key begins so."""
         out: list[tuple[bytes, bytes, bytes | None]] = []
-        with self._remap, self._read() as txn:
+        with self._read() as txn:
             cursor = txn.cursor(self._dbs[b"runs"])
             found = cursor.set_range(prefix)
             while found and (key := bytes(cursor.key())).startswith(prefix):
-                out.append((key, bytes(cursor.value()), txn.get(key, db=self._dbs[b"live"])))
+                mask = txn.get(key, db=self._dbs[b"live"])
+                out.append((key, bytes(cursor.value()), None if mask is None else bytes(mask)))
                 found = cursor.next()
         return out
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the file that hold nothing."""
-        with self._remap, self._read() as txn:
+        with self._read() as txn:
             stats = [self._env.stat(), *(txn.stat(db) for db in self._dbs.values())]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return max(self.used_bytes - pages * stats[0]["psize"], 0)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import lmdb
 
@@ -16,6 +17,11 @@ from kvtier.tiers.catalogue import Catalogue, sync_names
 from kvtier.tiers.cells import BLOCK, CELLS_PER_SLAB_MIN, Cells
 from kvtier.tiers.extentfile import Calls, Extents
 from kvtier.types import Code, KvtierError, bad
+
+log = logging.getLogger("kvtier.disk")
+
+MARK_BYTES: Final = 20
+"""Of the lock while somebody holds it; a process's number and blanks."""
 
 
 class Folder(NamedTuple):
@@ -72,17 +78,32 @@ def claim(path: Path) -> tuple[int, bool]:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.pread(fd, 20, 0).decode(errors="replace").strip() or "unknown"
+        holder = os.pread(fd, MARK_BYTES, 0).decode(errors="replace").strip("\0 \n") or "unknown"
         os.close(fd)
         raise KvtierError(Code.BUSY, f"the disk tier {path} is in use by process {holder}", "disk.path") from error
     clean = os.fstat(fd).st_size == 0
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+    try:
+        _mark(fd)
+    except OSError:
+        os.close(fd)
+        raise
     return fd, clean
+
+
+def _mark(lock: int) -> None:
+    """Somebody has the directory, and says who where the file system has room for that; raises OSError."""
+    os.ftruncate(lock, MARK_BYTES)  # no block is needed for a hole: what is stored is served from a full one, too
+    with contextlib.suppress(OSError):
+        os.pwrite(lock, f"{os.getpid()}\n".ljust(MARK_BYTES).encode(), 0)
+    os.fsync(lock)  # else a power cut leaves it as the last holder did
 
 
 def let_go(lock: int, *, clean: bool) -> None:
     """Unlock the directory; where it is not left in good order the next to open it looks closely."""
-    if clean:
-        os.ftruncate(lock, 0)
-    os.close(lock)
+    try:
+        if clean:
+            os.ftruncate(lock, 0)
+    except OSError:  # read-only since nobody knows when: it is as if the process had been killed
+        log.warning("the disk tier cannot be marked as closed", exc_info=True)
+    finally:
+        os.close(lock)

@@ -41,7 +41,9 @@ class Packing:
 
     def run(self) -> None:
         """Pack, and tell the owner."""
-        frames = [self._pack(item) for item in self._items]
+        frames: list[Frame | None] = [None] * len(self._items)
+        with contextlib.suppress(OSError, MemoryError):  # no memory to pack in: they are written as they are
+            frames = [self._pack(item) for item in self._items]
         with contextlib.suppress(RuntimeError):  # the loop is closed: closing the tier ends what waits
             self._post(self._ended, frames)
 

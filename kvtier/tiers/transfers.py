@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import mmap
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from kvtier.tiers.ledger import Place
 from kvtier.tiers.records import Item, Run, View
 from kvtier.types import Code, align_up
 
+log = logging.getLogger("kvtier.disk")
+
 GONE = "gone"
 CHECKSUM = "checksum"
 
@@ -27,18 +30,22 @@ CHECKSUM = "checksum"
 class _Part:
     """One vectored call of a transfer."""
 
-    def __init__(self, io: Io, run: Callable[[Io], None], drop: Callable[[Io], None]) -> None:
+    def __init__(self, io: Io, run: Callable[[Io], None], drop: Callable[[Io, str, str], None]) -> None:
         self._io = io
         self._run = run
         self._drop = drop
 
     def run(self) -> None:
-        """Make the call."""
-        self._run(self._io)
+        """Make the call. Whatever it raises (there may be no memory), the transfer goes on without it, and ends."""
+        try:
+            self._run(self._io)
+        except Exception as caught:
+            log.exception("a call for the disk tier failed")
+            self._drop(self._io, Code.IO.value, name_of(caught))
 
     def drop(self) -> None:
         """The tier closes."""
-        self._drop(self._io)
+        self._drop(self._io, Code.CLOSING.value, "")
 
 
 class Writing:
@@ -60,6 +67,18 @@ class Writing:
 
     def run(self) -> None:
         """Plan the calls, share them out, make the first."""
+        try:
+            ios = self._plan()
+        except (OSError, MemoryError) as caught:  # no memory for what is not aligned
+            self._settle(Code.IO.value, name_of(caught))
+            return
+        self._left = len(ios)
+        first, *rest = [_Part(io, self._write, self._cancel) for io in ios]
+        for part in rest:
+            self._lanes.submit(part, urgent=False)
+        first.run()
+
+    def _plan(self) -> list[Io]:
         scratch = Scratch()
         parts: list[Piece] = []
         for item in self.items:
@@ -69,18 +88,14 @@ class Writing:
             views = [*item.views, _zeros(rest)] if rest else item.views  # else what lay there before would stay
             parts.extend(pieces(views, cells, blocks * BLOCK, 0, scratch))
         scratch.fill()
-        ios = join(parts)
-        self._left = len(ios)
-        for io in ios[1:]:
-            self._lanes.submit(_Part(io, self._write, self._cancel), urgent=False)
-        self._write(ios[0])
+        return join(parts)
 
     def drop(self) -> None:
         """The tier closes before anything was written."""
         self._settle(Code.CLOSING.value)
 
-    def _cancel(self, _io: Io) -> None:
-        self._settle(Code.CLOSING.value)
+    def _cancel(self, _io: Io, error: str, reason: str) -> None:
+        self._settle(error, reason)
 
     def _write(self, io: Io) -> None:
         if self.op.error:
@@ -138,10 +153,11 @@ class Reading:
         for io in ios:
             for at in io.owners:
                 self._left[at] += 1
-        for io in ios[1:]:
-            lanes.submit(_Part(io, self._read, self._cancel), urgent=True)
-        if ios:
-            self._read(ios[0])
+        calls = [_Part(io, self._read, self._cancel) for io in ios]
+        for call in calls[1:]:
+            lanes.submit(call, urgent=True)
+        if calls:
+            calls[0].run()
             self._done.wait()
         return self._results
 
@@ -153,8 +169,8 @@ class Reading:
             views = [self._frames.setdefault(at, np.frombuffer(mmap.mmap(-1, place.cell_bytes), np.uint8))]
         return list(pieces(views, place.cells, place.cell_bytes, at, self._scratch[at]))
 
-    def _cancel(self, io: Io) -> None:
-        self._settle(io, Code.CLOSING.value)
+    def _cancel(self, io: Io, error: str, _reason: str) -> None:
+        self._settle(io, error)
 
     def _read(self, io: Io) -> None:
         try:
