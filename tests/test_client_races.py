@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import time
@@ -14,10 +15,11 @@ import pytest
 
 from clientkit import FULL, KEYED, ROWS, SPEC, content, keys, put, right, spec_of, stopped
 from kvtier import wire
-from kvtier.client import AsyncClient, Client
+from kvtier.client import AsyncClient, Client, link
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import GroupSpec
 from kvtier.types import Code, Kind, KvtierError
+from test_server import World, scene
 
 BIG = spec_of(GroupSpec(Kind.FULL, 1, 1, 4 << 20))
 
@@ -120,3 +122,36 @@ def test_rows_are_free_again_once_the_daemon_says_that_a_lost_connection_has_dra
         until(lambda: client.ping() and not region.fenced)
         assert (transfer.fenced, transfer.lost) == (False, True)
         assert region.load((keyed, b"r" * 16), [1]) == b"\1"
+
+
+async def _briefly(_: object, __: wire.Flush) -> wire.Ok:
+    await asyncio.sleep(0.05)
+    return wire.Ok()
+
+
+@scene
+async def test_a_request_that_takes_long_keeps_no_other_from_being_sent(world: World) -> None:
+    """With as many in flight as may be, what is next goes out when some reply has come, not when the oldest has."""
+    world.store.verbs[wire.Flush] = _briefly
+
+    def ask() -> bool:
+        with Client(world.path, timeout_s=2.0) as client:
+            client.submit(wire.Acquire(1, 1), wire.Acquired)  # until the test ends
+            for _ in range(link.IN_FLIGHT - 1):
+                client.submit(wire.Flush(), wire.Ok)
+            return client.ping()
+
+    assert await asyncio.to_thread(ask)
+
+
+@scene
+async def test_a_request_that_takes_long_keeps_no_other_task_from_sending(world: World) -> None:
+    """The same of an async client, also for many tasks that wait."""
+    world.store.verbs[wire.Flush] = _briefly
+    async with AsyncClient(world.path, timeout_s=2.0) as client:
+        joined = await client.link.join(asyncio.get_running_loop().time() + 2.0)
+        for n in range(link.IN_FLIGHT):
+            message, reply = (wire.Flush(), wire.Ok) if n else (wire.Acquire(1, 1), wire.Acquired)
+            await client.link.start(joined, message, reply, asyncio.get_running_loop().time() + 2.0)
+        assert all(await asyncio.gather(*(client.ping() for _ in range(2 * link.IN_FLIGHT))))
+        assert len(client.link.inbox.tickets) == 1

@@ -104,6 +104,8 @@ class AsyncLink:
         self.inbox = Inbox(deque(maxlen=EVENTS))
         self._stream: _Stream | None = None
         self._dialing = asyncio.Lock()
+        self._room = asyncio.Event()
+        """Set as a ticket ends."""
 
     def forked(self) -> None:
         """See link.Heir. The loop and its descriptors are the parent's: nothing of them is touched."""
@@ -271,7 +273,8 @@ class AsyncLink:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def take(self, ticket: Ticket[Any] | None) -> None:
-        """A ticket is done: wake who waits for it."""
+        """A ticket is done: wake who waits for it, and who waits until fewer are in flight."""
+        self._room.set()
         if ticket is not None and not ticket.waker.done():
             ticket.waker.set_result(None)
 
@@ -287,9 +290,12 @@ class AsyncLink:
     ) -> Ticket[R]:
         """Send a request on that connection, or raise Away; `at_once`: however many are in flight."""
         while not at_once and len(self.inbox.tickets) >= IN_FLIGHT:
-            oldest = next(iter(self.inbox.tickets.values()))
-            if not await self._ends(oldest, deadline):
-                raise Away("too many requests are in flight")
+            self._room.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._room.wait()
+            except TimeoutError:
+                raise Away("too many requests are in flight") from None
         stream = self._stream
         if stream is None or stream.joined is not joined or stream.lost:
             raise Away("the connection is lost")
