@@ -51,7 +51,7 @@ async def test_what_cannot_be_said_is_refused_by_name_and_leaves_nothing_in_flig
         for _ in range(300):
             with pytest.raises(KvtierError) as caught:
                 await path.reserve(0, wrong)
-            assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "Reserve")
+            assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "Reserve.pages")
         assert not client.link.inbox.tickets
         assert await client.ping()
 

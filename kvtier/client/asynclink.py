@@ -35,7 +35,6 @@ from kvtier.client.link import (
     Wait,
     dial,
     first_reply,
-    framed,
     heirs,
     hello_frame,
     undo,
@@ -301,7 +300,7 @@ class AsyncLink:
             raise Away("the connection is lost")
         ticket = self.inbox.ticket(joined, reply, asyncio.get_running_loop().create_future())
         try:
-            raw = framed(message, ticket.request)
+            raw = wire.framed(message, ticket.request)
         except KvtierError:  # nothing was sent: no reply will end it
             del self.inbox.tickets[ticket.request]
             raise

@@ -15,7 +15,7 @@ from kvtier import wire
 from kvtier.client.arenas import Arenas
 from kvtier.frames import Frame
 from kvtier.handshake import FirstFrame, ended, peer_of
-from kvtier.types import Code, KvtierError, bad
+from kvtier.types import Code, KvtierError
 
 CONNECT_S: Final = 0.05
 """An attempt to connect again costs an engine's step at most this long."""
@@ -230,14 +230,6 @@ def hello_frame(who: Identity, unmapped: list[Joined]) -> bytes:
     """The first frame of a connection; of what was never heard, `unmapped_message` tells."""
     over = tuple(old.welcome.session for old in unmapped if not old.unheard)
     return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
-
-
-def framed(message: wire.Message, request: int) -> bytes:
-    """The frame of a request; raises bad_request for what cannot be said."""
-    try:
-        return wire.request_frame(message, request)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise bad(type(message).__name__, f"what the protocol can say ({exc})") from exc
 
 
 def first_reply(first: FirstFrame, expect: type[R]) -> R:

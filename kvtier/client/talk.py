@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvtier import wire
-from kvtier.client.link import IN_FLIGHT, Away, Inbox, Ticket, framed
+from kvtier.client.link import IN_FLIGHT, Away, Inbox, Ticket
 from kvtier.client.pipe import Pipe
 from kvtier.types import KvtierError
 
@@ -77,7 +77,7 @@ class Talk:
         """
         ticket = self._ticket(reply, deadline, at_once=at_once)
         try:
-            raw = framed(message, ticket.request)
+            raw = wire.framed(message, ticket.request)
             if begun is not None:
                 begun(ticket)
             self._send(raw, deadline)
