@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import select
@@ -16,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import wire
+from kvtier import companions, wire
 from kvtier.client import Client
-from kvtier.companions import passed_sockets, watchdog_s
+from kvtier.companions import Companions, passed_sockets, watchdog_s
 from kvtier.demo.daemon import Daemon
 from kvtier.frames import Frames
 from kvtier.types import KvtierError
@@ -209,3 +210,18 @@ def test_what_systemd_says_is_for_one_process_only():
     assert passed_sockets({"LISTEN_PID": "1", "LISTEN_FDS": "1"}) == {}
     with pytest.raises(KvtierError, match="engine or admin"):
         passed_sockets({"LISTEN_PID": mine, "LISTEN_FDS": "1", "LISTEN_FDNAMES": "other"})
+
+
+async def test_an_http_process_that_cannot_be_started_is_started_later(tmp_path, monkeypatch):
+    """As where descriptors have run out for a moment: metrics come back, and the daemon ends as it should."""
+    program = tmp_path / "python"
+    monkeypatch.setattr(companions, "RESTART_S", 0.02)
+    monkeypatch.setattr(sys, "executable", str(program))
+    both = Companions(1, tmp_path / "engine", tmp_path / "admin")
+    await asyncio.sleep(0.1)
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 60\n")
+    program.chmod(0o755)
+    async with asyncio.timeout(DEADLINE):
+        while not (tmp_path / "begun").exists():
+            await asyncio.sleep(0.02)
+        await both.stop()
