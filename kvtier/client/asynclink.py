@@ -19,7 +19,6 @@ from kvtier.client.link import (
     Away,
     Borrow,
     Call,
-    Daemon,
     Do,
     Hand,
     Identity,
@@ -42,7 +41,7 @@ from kvtier.client.link import (
     welcomed,
 )
 from kvtier.frames import Frames
-from kvtier.handshake import FirstFrame, receive_first, send_first
+from kvtier.handshake import FirstFrame, name_senders, receive_first, send_first
 from kvtier.types import KvtierError
 
 R = TypeVar("R", bound=wire.Message)
@@ -239,10 +238,10 @@ class AsyncLink:
         async with self._bounded(deadline):
             sock = await self._dial()
             try:
-                daemon = Daemon(sock)
+                name_senders(sock)
                 await send_first(sock, hello_frame(self.who, self.recovery.unmapped()), [])
                 await receive_first(sock, first)
-                stream = _Stream(self, welcomed(first, daemon))
+                stream = _Stream(self, welcomed(first))
                 await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=sock)
             except BaseException:
                 sock.close()

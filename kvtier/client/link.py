@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections import deque
@@ -14,7 +13,7 @@ from weakref import WeakSet
 from kvtier import wire
 from kvtier.client.arenas import Arenas
 from kvtier.frames import Frame
-from kvtier.handshake import FirstFrame, ended, peer_of
+from kvtier.handshake import FirstFrame, ended
 from kvtier.types import Code, KvtierError
 
 CONNECT_S: Final = 0.05
@@ -117,16 +116,10 @@ Steps = Generator[Step, Any, T]
 class Daemon:
     """The process that serves a connection, watched by its pidfd."""
 
-    _pidfd: int | None = None
-
-    def __init__(self, sock: socket.socket) -> None:
-        """Taken before Hello is sent, so that the Welcome proves that the pidfd names the process that serves."""
-        peer = peer_of(sock)
-        self.pid = peer.pid
-        self._pidfd = peer.pidfd
-        if self._pidfd is None:
-            with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(peer.pid)
+    def __init__(self, welcome: FirstFrame) -> None:
+        """Whoever sent the Welcome. Raises ProcessLookupError where it has ended."""
+        self.pid = welcome.sender
+        self._pidfd = welcome.take_pidfd()
         self._gone = False
 
     @property
@@ -238,10 +231,10 @@ def first_reply(first: FirstFrame, expect: type[R]) -> R:
     return wire.decode_reply(first.header.verb, first.body, expect)
 
 
-def welcomed(first: FirstFrame, daemon: Daemon) -> Joined:
-    """The joined connection that a Welcome stands for; closes its descriptors."""
+def welcomed(first: FirstFrame) -> Joined:
+    """The joined connection that a Welcome stands for; its descriptors stay the caller's. Raises OSError."""
     welcome = first_reply(first, wire.Welcome)
-    return Joined(welcome, Arenas(welcome.arenas, first.fds), daemon)
+    return Joined(welcome, Arenas(welcome.arenas, first.fds), Daemon(first))
 
 
 class Recovery:

@@ -14,7 +14,6 @@ from kvtier.client.link import (
     Away,
     Borrow,
     Call,
-    Daemon,
     Do,
     Hand,
     Identity,
@@ -34,6 +33,7 @@ from kvtier.client.link import (
 )
 from kvtier.client.pipe import Pipe, ask, wait_dial
 from kvtier.client.talk import Talk
+from kvtier.handshake import name_senders
 from kvtier.types import KvtierError
 
 R = TypeVar("R", bound=wire.Message)
@@ -201,10 +201,10 @@ class SyncLink:
         """Say Hello and map the arenas."""
         sock = wait_dial(self.path, deadline)
         try:
-            daemon = Daemon(sock)
+            name_senders(sock)
             first = ask(sock, hello_frame(self.who, self.recovery.unmapped()), [], deadline)
             try:
-                return Pipe(sock, welcomed(first, daemon))
+                return Pipe(sock, welcomed(first))
             finally:
                 first.close()
         except OSError as exc:
