@@ -97,6 +97,8 @@ class Reservation:
         self.acks: set[Process] = set()
         """Processes that will write no more."""
         self.cost = self._cost(0, self.pages)
+        self.parted = self.cost > 0 and WHOLE not in self.writers
+        """Whether it has slots that workers write, each its shard."""
 
     def _cost(self, lo: int, hi: int) -> int:
         """Arena bytes of the slots of positions [lo, hi)."""
