@@ -132,6 +132,18 @@ def test_a_worker_that_comes_late_writes_what_is_open(daemon: Daemon, processes:
     assert (part.commit(), late.commit()) == (0, 1)
 
 
+def test_what_another_instance_holds_is_not_adopted(daemon: Daemon, processes: Any) -> None:
+    """Such as by a rank that was given no instance's name: it would go on to write where the others have let go."""
+    scheduler = processes()
+    processes(0, HALVES[0])
+    with Client(daemon.socket, instance="alone") as other:
+        rank = other.open(SPEC, rank=1, world=2, slices=HALVES[1])
+        held = scheduler.match(keys(1)).reserve(0, 1, wait_ms=1000)
+        with pytest.raises(KvtierError, match="instance, alone") as caught:
+            rank.adopt(held.share())
+        assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "share")
+
+
 async def test_what_is_over_tells_the_first_of_a_shard_what_it_may_write() -> None:
     """What is open before that is given up, as it would never be whole."""
     async with storing(None) as store:

@@ -241,7 +241,7 @@ class AsyncLink:
                 name_senders(sock)
                 await send_first(sock, hello_frame(self.who, self.recovery.unmapped()), [])
                 await receive_first(sock, first)
-                stream = _Stream(self, welcomed(first))
+                stream = _Stream(self, welcomed(self.who, first))
                 await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=sock)
             except BaseException:
                 sock.close()

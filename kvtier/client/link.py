@@ -142,7 +142,8 @@ class Daemon:
 class Joined:
     """One connection that said Hello: its arenas, and whether it still is."""
 
-    def __init__(self, welcome: wire.Welcome, arenas: Arenas, daemon: Daemon) -> None:
+    def __init__(self, instance: str, welcome: wire.Welcome, arenas: Arenas, daemon: Daemon) -> None:
+        self.instance = instance
         self.welcome = welcome
         self.arenas = arenas
         self.daemon = daemon
@@ -231,10 +232,10 @@ def first_reply(first: FirstFrame, expect: type[R]) -> R:
     return wire.decode_reply(first.header.verb, first.body, expect)
 
 
-def welcomed(first: FirstFrame) -> Joined:
+def welcomed(who: Identity, first: FirstFrame) -> Joined:
     """The joined connection that a Welcome stands for; its descriptors stay the caller's. Raises OSError."""
     welcome = first_reply(first, wire.Welcome)
-    return Joined(welcome, Arenas(welcome.arenas, first.fds), Daemon(first))
+    return Joined(who.instance, welcome, Arenas(welcome.arenas, first.fds), Daemon(first))
 
 
 class Recovery:

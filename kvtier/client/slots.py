@@ -97,6 +97,11 @@ class Slots:
         return b"" if self._joined is None else self._joined.welcome.run
 
     @property
+    def instance(self) -> str:
+        """Which holds this."""
+        return "" if self._joined is None else self._joined.instance
+
+    @property
     def lost(self) -> bool:
         """Whether the connection that gave this is gone, with all its slots."""
         return self._joined is not None and not self._joined.alive

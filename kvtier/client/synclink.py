@@ -204,7 +204,7 @@ class SyncLink:
             name_senders(sock)
             first = ask(sock, hello_frame(self.who, self.recovery.unmapped()), [], deadline)
             try:
-                return Pipe(sock, welcomed(first))
+                return Pipe(sock, welcomed(self.who, first))
             finally:
                 first.close()
         except OSError as exc:
