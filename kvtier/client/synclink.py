@@ -181,6 +181,8 @@ class SyncLink:
     def _connect(self, deadline: float) -> Joined:
         """One attempt; raises Away, and on the very first connection what the daemon refuses."""
         talk = self._talk
+        if talk is not None:  # another thread may be about to, and what was never heard on it is said first of all
+            talk.lose("the connection is lost")
         self.recovery.begin(None if talk is None else talk.joined, time.monotonic())
         try:
             pipe = self._hello(self.recovery.until(deadline, time.monotonic()))
