@@ -124,6 +124,34 @@ def test_rows_are_free_again_once_the_daemon_says_that_a_lost_connection_has_dra
         assert region.load((keyed, b"r" * 16), [1]) == b"\1"
 
 
+@pytest.mark.parametrize(
+    ("how", "look"),
+    [
+        ("address", lambda lease: lease.address(0, 0)),
+        ("view", lambda lease: lease.view(0, 0)),
+        ("block", lambda lease: lease.views(0, 0, 1) or None),
+    ],
+)
+def test_what_another_thread_finds_lost_amid_a_look_is_not_there(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, how: str, look: Any
+) -> None:
+    """It is a miss, however late that is; not an error of the daemon's."""
+    with Client(daemon.socket, instance="engine", timeout_s=5.0) as client:
+        cache = client.open(SPEC)
+        put(cache, 1)
+        lease, talk = cache.match(keys(1)).acquire(), client.link._talk
+        find = getattr(talk.joined.arenas, how)
+
+        def late(*where: int) -> Any:
+            talk.lose("noticed by another thread")
+            assert talk.joined.arenas.unmap() == (how != "address")
+            return find(*where)
+
+        monkeypatch.setattr(talk.joined.arenas, how, late)
+        assert look(lease) is None
+        lease.release()
+
+
 async def _briefly(_: object, __: wire.Flush) -> wire.Ok:
     await asyncio.sleep(0.05)
     return wire.Ok()
