@@ -114,10 +114,15 @@ class Companions:
         self._watchdog = Watchdog(admin, within_s) if within_s else None
 
     async def _keep(self) -> None:
-        """Start the HTTP process again when it ends."""
+        """Start the HTTP process again when it ends; later, where the host has no room for one just now."""
         while True:
             began = time.monotonic()
-            process = await asyncio.create_subprocess_exec(*self._command, stdin=asyncio.subprocess.PIPE)
+            try:
+                process = await asyncio.create_subprocess_exec(*self._command, stdin=asyncio.subprocess.PIPE)
+            except OSError as exc:
+                _log.warning("the HTTP process cannot be started, which is tried again: %s", exc)
+                await asyncio.sleep(RESTART_S)
+                continue
             try:
                 code = await process.wait()
             except asyncio.CancelledError:

@@ -168,6 +168,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, path in (("socket.path", self.engine_socket), ("socket.admin", self.admin_socket)):
             if len(os.fsencode(path)) > MOST_PATH:
                 raise bad(name, f"a path of at most {MOST_PATH} bytes", str(path))
+        if self.engine_socket == self.admin_socket:
+            raise bad("socket.admin", "another path than socket.path", str(self.admin_socket))
         if self.host.bytes < LEAST and self.host.bytes not in (-1, 0):
             raise bad("host.bytes", "-1, 0 or a size of at least 1 MiB", self.host.bytes)
         if self.device.bytes < 0:

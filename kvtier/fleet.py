@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Literal
@@ -23,6 +24,7 @@ from kvtier.store import Store
 from kvtier.types import Code, KvtierError, bad
 
 MAX_NODES: Final = 1024
+_ENDPOINT: Final = re.compile(r"tcp://(127\.0\.0\.1|\[::1\]):(?P<port>\d{1,5})|ipc://.+")
 _log = logging.getLogger("kvtier.peer")
 
 
@@ -109,7 +111,8 @@ class Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Raise bad_request naming the first setting that cannot be served."""
         for field, text in (("events.publish", self.publish), ("events.replay", self.replay)):
-            if text and not text.startswith(("tcp://127.0.0.1:", "tcp://[::1]:", "ipc://")):
+            found = _ENDPOINT.fullmatch(text)
+            if text and (found is None or not 0 < int(found["port"] or 1) < 1 << 16):  # ZMQ takes 99999 for 34463
                 raise bad(field, "tcp://127.0.0.1:port or ipc://path", text)
         if self.replay and not self.publish:
             raise bad("events.publish", "an endpoint, where there is one for replays")

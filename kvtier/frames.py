@@ -59,4 +59,6 @@ class Frames:
         if len(data) < end:
             return None
         self._at, self._header = end, None
+        if end == len(data):  # whoever says nothing more for hours is not to keep his last word here
+            self._data, self._at = b"", 0
         return Frame(verb, request, memoryview(data)[start:end])

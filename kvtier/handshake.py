@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import contextlib
 import errno
@@ -16,13 +15,16 @@ from kvtier.types import Code, KvtierError
 from kvtier.wire import HEADER, Header, Message, decode_request, parse_header
 
 SO_PEERPIDFD: Final = 77
-"""Linux >= 6.5; the name is not in Python 3.11's socket module."""
+SO_PASSPIDFD: Final = 76
+SCM_PIDFD: Final = 4
+"""Linux >= 6.5; the names are not in Python 3.11's socket module."""
 
 MAX_FDS: Final = 64
 FIRST_BODY: Final = 64 << 10
 """Bytes that the body of a first frame may have."""
 
 _UCRED = struct.Struct("3i")
+_INT = struct.Struct("i")
 
 
 class Peer(NamedTuple):
@@ -54,6 +56,13 @@ def peer_of(sock: socket.socket) -> Peer:
         raise
 
 
+def name_senders(sock: socket.socket) -> None:
+    """From now on a first frame says which process sent it; the peer is whoever called listen(): systemd, maybe."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    with contextlib.suppress(OSError):  # an older kernel
+        sock.setsockopt(socket.SOL_SOCKET, SO_PASSPIDFD, 1)
+
+
 def ended(pidfd: int) -> bool:
     """Whether the process of a pidfd has ended."""
     poll = select.poll()
@@ -66,6 +75,10 @@ class FirstFrame:
 
     Owns the descriptors until they are taken; `close` closes those that were not.
     """
+
+    sender = 0
+    """Its pid, where the socket names senders and it is of this pid namespace."""
+    _pidfd: int | None = None
 
     def __init__(self, max_body: int = FIRST_BODY, max_fds: int = MAX_FDS) -> None:
         self.fds: list[int] = []
@@ -103,10 +116,28 @@ class FirstFrame:
         fds, self.fds = self.fds, []
         return fds
 
+    def take_pidfd(self) -> int | None:
+        """The sender's pidfd, the caller's now; None where the kernel gives none. Raises ProcessLookupError."""
+        pidfd, self._pidfd = self._pidfd, None
+        if pidfd is None and self.sender:
+            try:
+                return os.pidfd_open(self.sender)
+            except OSError as exc:
+                if exc.errno != errno.ENOSYS:
+                    raise
+        return pidfd
+
     def close(self) -> None:
         """Close the descriptors that nobody took."""
         for fd in self.take_fds():
             os.close(fd)
+        self._keep_pidfd(None)
+
+    def _keep_pidfd(self, pidfd: int | None) -> None:
+        """Of a frame that comes in pieces each has one."""
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+        self._pidfd = pidfd
 
     def _missing(self) -> int:
         """Bytes that are still to come of the header, then of the body."""
@@ -115,13 +146,16 @@ class FirstFrame:
 
     def _receive(self, sock: socket.socket, size: int) -> None:
         """One recvmsg, keeping every descriptor that the kernel handed over."""
-        room = socket.CMSG_SPACE(self._max_fds * array.array("i").itemsize)
+        sizes = self._max_fds * _INT.size, _UCRED.size, _INT.size
+        room = sum(map(socket.CMSG_SPACE, sizes))
         data, control, flags, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
         for level, kind, raw in control:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(raw[: len(raw) - len(raw) % fds.itemsize])
-                self.fds += fds
+                self.fds += [fd for (fd,) in _INT.iter_unpack(raw[: len(raw) - len(raw) % _INT.size])]
+            elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                self.sender = _UCRED.unpack(raw)[0]
+            elif level == socket.SOL_SOCKET and kind == SCM_PIDFD and (pidfd := _INT.unpack(raw)[0]) >= 0:
+                self._keep_pidfd(pidfd)
         if flags & socket.MSG_CTRUNC or len(self.fds) > self._max_fds:
             raise KvtierError(Code.BAD_REQUEST, f"expected at most {self._max_fds} descriptors", "fds")
         if not data:

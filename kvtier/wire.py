@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from kvtier.identity import CacheSpec, Slice
-from kvtier.types import Code, KvtierError
+from kvtier.types import Code, KvtierError, bad
 
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<IBBHQ")
@@ -465,8 +465,8 @@ class Exported(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
             ("offset", not 0 <= self.offset < self.allocation),
             ("size", not 0 < self.size <= self.allocation - self.offset),
         )
-        for field, bad in wrong:
-            if bad:
+        for field, is_wrong in wrong:
+            if is_wrong:
                 raise KvtierError(Code.BAD_REQUEST, "not a stretch of GPU memory", f"exported.{field}")
 
 
@@ -924,6 +924,24 @@ def frame(verb: int, request: int, body: Message) -> bytes:
 def request_frame(body: Message, request: int) -> bytes:
     """A request (or event) frame of the verb that `body` stands for."""
     return frame(VERBS[type(body)], request, body)
+
+
+def framed(message: Message, request: int) -> bytes:
+    """The frame of a request whose values a user chose; raises bad_request for one that cannot be said."""
+    try:
+        return request_frame(message, request)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise bad(f"{type(message).__name__}{_unsayable(message)}", f"what the protocol can say ({exc})") from exc
+
+
+def _unsayable(message: Message) -> str:
+    """The first field that cannot be encoded; empty where each by itself can."""
+    for field in msgspec.structs.fields(message):
+        try:
+            _encoder.encode(getattr(message, field.name))
+        except (TypeError, ValueError, OverflowError):
+            return f".{field.name}"
+    return ""
 
 
 def parse_header(raw: bytes | bytearray | memoryview, max_body: int = MAX_BODY) -> Header:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import time
@@ -14,10 +15,11 @@ import pytest
 
 from clientkit import FULL, KEYED, ROWS, SPEC, content, keys, put, right, spec_of, stopped
 from kvtier import wire
-from kvtier.client import AsyncClient, Client
+from kvtier.client import AsyncClient, Client, link
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import GroupSpec
 from kvtier.types import Code, Kind, KvtierError
+from test_server import World, scene
 
 BIG = spec_of(GroupSpec(Kind.FULL, 1, 1, 4 << 20))
 
@@ -49,7 +51,7 @@ async def test_what_cannot_be_said_is_refused_by_name_and_leaves_nothing_in_flig
         for _ in range(300):
             with pytest.raises(KvtierError) as caught:
                 await path.reserve(0, wrong)
-            assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "Reserve")
+            assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "Reserve.pages")
         assert not client.link.inbox.tickets
         assert await client.ping()
 
@@ -120,3 +122,64 @@ def test_rows_are_free_again_once_the_daemon_says_that_a_lost_connection_has_dra
         until(lambda: client.ping() and not region.fenced)
         assert (transfer.fenced, transfer.lost) == (False, True)
         assert region.load((keyed, b"r" * 16), [1]) == b"\1"
+
+
+@pytest.mark.parametrize(
+    ("how", "look"),
+    [
+        ("address", lambda lease: lease.address(0, 0)),
+        ("view", lambda lease: lease.view(0, 0)),
+        ("block", lambda lease: lease.views(0, 0, 1) or None),
+    ],
+)
+def test_what_another_thread_finds_lost_amid_a_look_is_not_there(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, how: str, look: Any
+) -> None:
+    """It is a miss, however late that is; not an error of the daemon's."""
+    with Client(daemon.socket, instance="engine", timeout_s=5.0) as client:
+        cache = client.open(SPEC)
+        put(cache, 1)
+        lease, talk = cache.match(keys(1)).acquire(), client.link._talk
+        find = getattr(talk.joined.arenas, how)
+
+        def late(*where: int) -> Any:
+            talk.lose("noticed by another thread")
+            assert talk.joined.arenas.unmap() == (how != "address")
+            return find(*where)
+
+        monkeypatch.setattr(talk.joined.arenas, how, late)
+        assert look(lease) is None
+        lease.release()
+
+
+async def _briefly(_: object, __: wire.Flush) -> wire.Ok:
+    await asyncio.sleep(0.05)
+    return wire.Ok()
+
+
+@scene
+async def test_a_request_that_takes_long_keeps_no_other_from_being_sent(world: World) -> None:
+    """With as many in flight as may be, what is next goes out when some reply has come, not when the oldest has."""
+    world.store.verbs[wire.Flush] = _briefly
+
+    def ask() -> bool:
+        with Client(world.path, timeout_s=2.0) as client:
+            client.submit(wire.Acquire(1, 1), wire.Acquired)  # until the test ends
+            for _ in range(link.IN_FLIGHT - 1):
+                client.submit(wire.Flush(), wire.Ok)
+            return client.ping()
+
+    assert await asyncio.to_thread(ask)
+
+
+@scene
+async def test_a_request_that_takes_long_keeps_no_other_task_from_sending(world: World) -> None:
+    """The same of an async client, also for many tasks that wait."""
+    world.store.verbs[wire.Flush] = _briefly
+    async with AsyncClient(world.path, timeout_s=2.0) as client:
+        joined = await client.link.join(asyncio.get_running_loop().time() + 2.0)
+        for n in range(link.IN_FLIGHT):
+            message, reply = (wire.Flush(), wire.Ok) if n else (wire.Acquire(1, 1), wire.Acquired)
+            await client.link.start(joined, message, reply, asyncio.get_running_loop().time() + 2.0)
+        assert all(await asyncio.gather(*(client.ping() for _ in range(2 * link.IN_FLIGHT))))
+        assert len(client.link.inbox.tickets) == 1

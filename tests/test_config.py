@@ -16,6 +16,7 @@ from kvtier import wire
 from kvtier.config import LIVE, Config, document, documents, load, settings, value_of
 from kvtier.control.call import Admin
 from kvtier.demo.daemon import Daemon
+from kvtier.paths import socket_path
 from kvtier.types import Code, KvtierError
 
 DOC = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -71,6 +72,10 @@ def test_any_values_give_checked_settings_or_a_named_refusal(values):
         ("host.bytes", "64"),
         ("socket.path", "/tmp/" + "x" * 103),
         ("socket.admin", "/tmp/" + "x" * 103),
+        ("socket.admin", str(socket_path())),
+        ("events.publish", "tcp://127.0.0.1:99999"),
+        ("events.publish", "tcp://127.0.0.1:0"),
+        ("events.publish", "ipc://"),
     ],
 )
 def test_what_could_not_be_served_is_refused_by_its_name(name, value):

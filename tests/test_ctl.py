@@ -240,6 +240,25 @@ def test_what_is_no_token_id_is_refused(served, tmp_path, text):
 
 
 @pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["unpin", str(2**70)], "Unpin.pin"),
+        (["requests", "--limit", str(2**64)], "Requests.limit"),
+        (["set", "quotas=\udc80"], "Set.values"),
+        (["curve", "--add", "99999999999TiB"], "Curve.add"),
+        (["curve", "--add", "2000000TiB"], "add"),
+        (["explain", "--keys", os.devnull], "--keys"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_by_name(served, words, named):
+    """A number that the protocol has no room for, text that is none, room that no host has, no key at all."""
+    where, _ = served
+    result = ctl(*where, *words, "--json")
+    error = json.loads(result.stdout)["error"]
+    assert (result.exit_code, error["code"], error["field"]) == (1, "bad_request", named)
+
+
+@pytest.mark.parametrize(
     "words",
     [
         [],

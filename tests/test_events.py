@@ -12,14 +12,17 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from engineproc import SPEC, path_keys
 from fleetkit import Host, free_ports, until
 from kvtier import wire
 from kvtier.demo.daemon import Daemon
+from kvtier.events.feed import Stored
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed (kvtier[events])")
+from kvtier.events.publish import Publisher
 
 PATH = [1, 2, 3, 4, 5, 6]
 
@@ -117,6 +120,40 @@ def test_missed_batches_are_replayed_and_a_newcomer_learns_everything(telling: T
     telling.replay(1 << 40)
     until(lambda: counts(telling.known()) == {"CPU_PINNED": 6, "DISK": 6})
     assert any(event["type"] == "AllBlocksCleared" for event in telling.listen())
+
+
+DEAF = """
+import sys, zmq
+context, asked = zmq.Context(), []
+for number in range(6):
+    asked.append(context.socket(zmq.DEALER))
+    asked[-1].rcvhwm = 1
+    asked[-1].connect(sys.argv[1])
+    asked[-1].send((0).to_bytes(8, "big"))
+for each in asked:  # that something comes says that all was sent to those before
+    each.recv_multipart()
+print("asked", flush=True)
+sys.stdin.read()
+context.destroy(linger=0)
+"""
+
+
+def test_who_asks_for_batches_and_does_not_read_them_takes_no_memory() -> None:
+    """Any process of the host may ask, as often as it likes."""
+    publish, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+    publisher = Publisher(publish, replay, lambda: None)
+    for number in range(60):
+        tokens = np.arange(number, number + 200_000, dtype="<i4").tobytes()
+        publisher.send(0.0, [Stored("CPU_PINNED", b"", bytes(16), tokens, 200_000)])
+    until(lambda: publisher._next == 60)
+    assert publisher._kept_bytes > 30 << 20
+    before = psutil.Process().memory_info().rss
+    command = [sys.executable, "-c", DEAF, replay]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as deaf:
+        assert deaf.stdout.readline() == b"asked\n"
+        assert psutil.Process().memory_info().rss - before < 64 << 20
+        deaf.stdin.close()
+    publisher.close()
 
 
 def test_a_daemon_that_starts_again_tells_what_its_disk_has(telling: Telling) -> None:

@@ -190,6 +190,23 @@ async def test_a_worker_that_has_committed_its_shard_need_not_abort_too() -> Non
         assert idle(store) == []
 
 
+@pytest.mark.parametrize(("stored", "committed"), [(1, 0), (2, 0), (1, 1), (1, 2), (2, 3)])
+async def test_a_reservation_that_begins_with_stored_pages_ends_with_its_abort(stored: int, committed: int) -> None:
+    """Its engine has let go of the slots of the others, however many it had committed."""
+    async with storing(None) as store:
+        engine, path = Engine(store), tokens(1, 2, 3, 4)
+        await engine.open(spec())
+        await engine.put(path[: stored * len(path) // 4])
+        reserved = await engine.reserve(path)
+        engine.write(path, reserved)
+        if committed:
+            await engine.call(wire.Commit(reserved.reservation, 0, committed))
+        await engine.call(wire.Abort(reserved.reservation))
+        assert (used(store), engine.process.instance.held_bytes) == (max(stored, committed), 0)
+        engine.leave()
+        assert idle(store) == []
+
+
 async def test_a_page_whose_parent_was_aborted_keeps_its_slots_while_they_are_written() -> None:
     """Another engine's abort does not end this one's writing."""
     async with storing(None) as store:

@@ -147,6 +147,8 @@ def test_spans_are_a_share_and_bounded() -> None:
     assert [span["attributes"]["kvtier.request"] for span in data["spans"]] == [str(1000 + n) for n in range(MOST)]
     assert 300 < len(some.take(wire.Spans()).data["spans"]) < 800
     assert all_of_them.take(wire.Spans()).data == {"spans": [], "lost": 0}
+    all_of_them.note("e", wire.Match(1, request="x" * (70 << 20)), wire.Matched(1, 0), 0.001)
+    assert wire.frame(117, 1, all_of_them.take(wire.Spans())), "an engine's id of any length is not kept whole"
     all_of_them.note("", wire.Metrics(), wire.Info({}), 0.1)
     assert all_of_them.take(wire.Spans()).data["spans"] == [], "who scrapes is not traced"
 

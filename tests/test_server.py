@@ -892,13 +892,30 @@ async def test_half_received_bodies_are_bounded_over_all_connections(make):
     for peer in bad:
         await peer.raw(wire.HEADER.pack(8 << 20, 1, 0, 16, 4) + bytes(400_000))
         await still_serves(good)
-    answers = []
-    for peer in bad[2:]:
-        async with asyncio.timeout(5):
-            answers.append(await peer.reply())
-    assert Code.BUSY in [answer.code for answer in answers if answer is not None]
+    answering = [asyncio.ensure_future(peer.reply()) for peer in bad]
+    answered, waiting = await asyncio.wait(answering, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    assert [each.result().code for each in answered] == [Code.BUSY] * len(answered)
+    for each in waiting:
+        each.cancel()
     assert world.server._shared.buffered <= 1 << 20
     await still_serves(good)
+
+
+@scene
+async def test_whoever_has_most_half_received_gives_way_to_others(make):
+    """Not who comes next with a long prompt, whose leases would go with the connection."""
+    world = await make(buffered=1 << 20)
+    good, *bad = [await world.joined() for _ in range(4)]
+    for peer in bad:
+        await peer.raw(wire.HEADER.pack(8 << 20, 1, 0, 16, 4) + bytes(330_000))
+    raw = wire.request_frame(wire.Match(1, 0, bytes(300_000)), 7)
+    async with asyncio.timeout(5):
+        for piece in (raw[:200_000], raw[200_000:]):
+            await good.raw(piece)
+            await still_serves(await world.joined())
+        assert (await good.reply(wire.Matched)).pages == 300_000
+    await still_serves(good)
+    assert world.server._shared.buffered <= 1 << 20
 
 
 @scene

@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,27 @@ def test_attempts_to_connect_that_gave_up_leave_no_session(daemon: Daemon) -> No
         until(client.ping)
         assert lease.lost
         until(lambda: (instance(daemon)["leases"], len(instance(daemon)["pids"])) == (0, 1))
+
+
+def test_what_was_never_heard_is_told_however_slow_the_thread_is_that_lost_the_connection(daemon: Daemon) -> None:
+    """Another thread connects again meanwhile: without its word a lease would be held for as long as siblings live."""
+    with Client(daemon.socket, instance="e") as sibling, Client(daemon.socket, instance="e", timeout_s=5.0) as client:
+        put(sibling.open(SPEC), 2)
+        path, talk = client.open(SPEC).match(keys(2)), client.link._talk
+        with stopped(daemon.pid):
+            client.submit(wire.Acquire(path._handle, 2), wire.Acquired)
+            talk._lock.acquire()  # as if the thread came to it late
+            threads = [threading.Thread(target=talk.lose, args=("a test",)), threading.Thread(target=client.ping)]
+            for thread in threads:
+                thread.start()
+                until(lambda: not talk.joined.alive)
+        time.sleep(0.1)
+        talk._lock.release()
+        for thread in threads:
+            thread.join()
+        until(client.ping)
+        until(lambda: (instance(daemon)["left"], len(instance(daemon)["pids"])) == (0, 2))
+        assert instance(daemon)["leases"] == 0
 
 
 # -- who writes what -----------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import select
@@ -16,9 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtier import wire
-from kvtier.client import Client
-from kvtier.companions import passed_sockets, watchdog_s
+from clientkit import FULL, KEYED, stopped
+from kvtier import companions, wire
+from kvtier.client import AsyncClient, Client
+from kvtier.companions import Companions, passed_sockets, watchdog_s
 from kvtier.demo.daemon import Daemon
 from kvtier.frames import Frames
 from kvtier.types import KvtierError
@@ -164,28 +167,46 @@ def test_a_hung_loop_starves_the_watchdog_though_the_process_lives(tmp_path, not
             one.communicate()
 
 
-def test_sockets_that_systemd_passes_are_served_and_left_in_place(tmp_path):
-    """Engines and operators connect where systemd listens; the files outlive the daemon."""
-    paths = {"engine": tmp_path / "kvtierd.sock", "admin": tmp_path / "admin.sock"}
+START = (
+    "import os, sys; a, b = map(int, sys.argv[1:3]);"
+    "os.dup2(a, 103); os.dup2(b, 104); os.dup2(103, 3); os.dup2(104, 4);"
+    "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '2', 'LISTEN_FDNAMES': 'engine:admin'};"
+    "os.execv(sys.executable, [sys.executable, '-m', 'kvtier.daemon', *sys.argv[3:]])"
+)
+LISTEN = "import socket, sys; [socket.socket(fileno=int(fd)).listen() for fd in sys.argv[1:]]"
+
+
+@contextlib.contextmanager
+def activated(paths: dict[str, Path], *, outlived: bool = False) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon that is passed its sockets; `outlived`: by a process that has ended since."""
     listening = []
     for path in paths.values():
-        sock = socket.socket(socket.AF_UNIX)
-        sock.bind(str(path))
-        sock.listen()
-        listening.append(sock)
-    start = (
-        "import os, sys; a, b = map(int, sys.argv[1:3]);"
-        "os.dup2(a, 103); os.dup2(b, 104); os.dup2(103, 3); os.dup2(104, 4);"
-        "os.environ |= {'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '2', 'LISTEN_FDNAMES': 'engine:admin'};"
-        "os.execv(sys.executable, [sys.executable, '-m', 'kvtier.daemon', *sys.argv[3:]])"
-    )
-    flags = [f"--socket-path={paths['engine']}", "--host-bytes=16MiB", "--disk-bytes=0", "--http-port=0"]
+        listening.append(socket.socket(socket.AF_UNIX))
+        listening[-1].bind(str(path))
+        listening[-1].listen()
     fds = [sock.fileno() for sock in listening]
-    with subprocess.Popen(
-        [sys.executable, "-c", start, *map(str, fds), *flags], pass_fds=fds, stderr=subprocess.PIPE
-    ) as one:
+    if outlived:
+        subprocess.run([sys.executable, "-c", LISTEN, *map(str, fds)], pass_fds=fds, check=True)
+    flags = [f"--socket-path={paths['engine']}", "--host-bytes=16MiB", "--disk-bytes=0", "--http-port=0"]
+    command = [sys.executable, "-c", START, *map(str, fds), *flags]
+    with subprocess.Popen(command, pass_fds=fds, stderr=subprocess.PIPE) as one:
         for sock in listening:
             sock.close()
+        try:
+            yield one
+        finally:
+            one.kill()
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Path]:
+    """Where systemd listens."""
+    return {"engine": tmp_path / "kvtierd.sock", "admin": tmp_path / "admin.sock"}
+
+
+def test_sockets_that_systemd_passes_are_served_and_left_in_place(paths):
+    """Engines and operators connect where systemd listens; the files outlive the daemon."""
+    with activated(paths) as one:
         with Client(paths["engine"], timeout_s=DEADLINE) as client:
             assert client.ping()
         with socket.socket(socket.AF_UNIX) as admin:
@@ -200,6 +221,37 @@ def test_sockets_that_systemd_passes_are_served_and_left_in_place(tmp_path):
     assert all(path.exists() for path in paths.values())
 
 
+@pytest.mark.parametrize("outlived", [False, True])
+def test_the_end_of_a_daemon_is_known_where_systemd_listens(paths, outlived):
+    """Not by that of whoever called listen(): rows would be given back while the daemon writes there, or never."""
+    memory = os.memfd_create("rows")
+    os.ftruncate(memory, 4 * FULL.item_bytes)
+    with activated(paths, outlived=outlived) as one, Client(paths["engine"], timeout_s=DEADLINE) as client:
+        keyed, region = client.open(KEYED), client.register("kv", memory, 0, FULL.item_bytes, 4)
+        assert region.store((keyed, b"r" * 16), [0]) == b"\1"
+        client.link.timeout_s = 0.1
+        with stopped(one.pid):
+            assert region.load((keyed, b"r" * 16), [1], wait_ms=100) == b"\0"
+            assert region.fenced
+        one.kill()
+        one.wait(DEADLINE)
+        assert not region.fenced
+    os.close(memory)
+
+
+@pytest.mark.parametrize("outlived", [False, True])
+async def test_async_clients_know_the_daemon_where_systemd_listens(paths, outlived):
+    """The same."""
+    with activated(paths, outlived=outlived) as one:
+        async with AsyncClient(paths["engine"], timeout_s=DEADLINE) as client:
+            assert await client.ping()
+            watched = client.link.joined.daemon
+            assert (watched.pid, watched.gone) == (one.pid, False)
+            one.kill()
+            one.wait(DEADLINE)
+            assert watched.gone
+
+
 def test_what_systemd_says_is_for_one_process_only():
     """Watchdog and sockets that are another process's are left alone; an unknown socket is refused by name."""
     mine = str(os.getpid())
@@ -209,3 +261,18 @@ def test_what_systemd_says_is_for_one_process_only():
     assert passed_sockets({"LISTEN_PID": "1", "LISTEN_FDS": "1"}) == {}
     with pytest.raises(KvtierError, match="engine or admin"):
         passed_sockets({"LISTEN_PID": mine, "LISTEN_FDS": "1", "LISTEN_FDNAMES": "other"})
+
+
+async def test_an_http_process_that_cannot_be_started_is_started_later(tmp_path, monkeypatch):
+    """As where descriptors have run out for a moment: metrics come back, and the daemon ends as it should."""
+    program = tmp_path / "python"
+    monkeypatch.setattr(companions, "RESTART_S", 0.02)
+    monkeypatch.setattr(sys, "executable", str(program))
+    both = Companions(1, tmp_path / "engine", tmp_path / "admin")
+    await asyncio.sleep(0.1)
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nexec sleep 60\n")
+    program.chmod(0o755)
+    async with asyncio.timeout(DEADLINE):
+        while not (tmp_path / "begun").exists():
+            await asyncio.sleep(0.02)
+        await both.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -73,6 +74,19 @@ def test_framing_of_garbage_ends_in_frames_or_a_refusal(raw, places):
     frames = Frames(max_body=1000)
     assert refusal(take_all, frames, cut(raw, places)) in {None, Code.VERSION, Code.BAD_REQUEST}
     assert frames.buffered <= len(raw)
+
+
+def test_nothing_is_kept_of_frames_that_were_handed_out():
+    """A connection on which nothing more is said for hours holds no memory for its last long prompt."""
+    piece, frames = wire.frame(16, 7, wire.Match(1, 0, bytes(1000))), Frames()
+    before = sys.getrefcount(piece)
+    frames.feed(piece)
+    frame = frames.next()
+    assert frame is not None
+    assert frame.body == piece[wire.HEADER.size :]
+    del frame
+    assert sys.getrefcount(piece) == before
+    assert take_all(frames, [piece[:100], piece[100:] + piece]) == 2 * [(16, 7, piece[wire.HEADER.size :])]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,67 @@ def test_one_worker_writes_what_its_scheduler_reserves(processes: Any) -> None:
     assert part.commit() == 1
 
 
+def test_a_worker_that_comes_late_does_not_write_what_is_over(daemon: Daemon, processes: Any) -> None:
+    """It hears of a reservation after the others have let go of it, when its slots are another engine's."""
+    scheduler, first = processes(), processes(0, HALVES[0])
+    held = scheduler.match(keys(1, 2)).reserve(0, 2, wait_ms=1000)
+    share = held.share()
+    first.adopt(share).abort()
+    held.abort()
+    with Client(daemon.socket, instance="other", verify="always") as other:
+        path = other.open(SPEC).match(keys(3, 4))
+        with path.reserve(0, 2, wait_ms=1000) as theirs:
+            assert [theirs.write(0, page, data(page + 3)) for page in range(2)] == [True, True]
+            assert theirs.commit() == 2
+        late = processes(1, HALVES[1]).adopt(share)
+        assert (late.writes, late.write(0, 0, data(9, 2))) == (False, False)
+        with path.acquire() as lease:
+            assert [int(lease.view(0, page)[-1]) for page in range(2)] == [3, 4]
+
+
+def test_a_worker_that_comes_late_writes_what_is_open(daemon: Daemon, processes: Any) -> None:
+    """Also where its siblings reserved something after that of which all was stored: that had no slots."""
+    with Client(daemon.socket, instance="other") as other:
+        assert other.open(SPEC).match(keys(2)).put(0, [data(2)[None]]) == 1
+    scheduler, first = processes(), processes(0, HALVES[0])
+    held = scheduler.match(keys(1)).reserve(0, 1, wait_ms=1000)
+    assert scheduler.match(keys(2)).reserve(0, 1, wait_ms=1000).pages == 1
+    part, late = first.adopt(held.share()), processes(1, HALVES[1]).adopt(held.share())
+    assert [each.write(0, 0, data(1, 2)) for each in (part, late)] == [True, True]
+    assert (part.commit(), late.commit()) == (0, 1)
+
+
+def test_what_another_instance_holds_is_not_adopted(daemon: Daemon, processes: Any) -> None:
+    """Such as by a rank that was given no instance's name: it would go on to write where the others have let go."""
+    scheduler = processes()
+    processes(0, HALVES[0])
+    with Client(daemon.socket, instance="alone") as other:
+        rank = other.open(SPEC, rank=1, world=2, slices=HALVES[1])
+        held = scheduler.match(keys(1)).reserve(0, 1, wait_ms=1000)
+        with pytest.raises(KvtierError, match="instance, alone") as caught:
+            rank.adopt(held.share())
+        assert (caught.value.code, caught.value.field) == (Code.BAD_REQUEST, "share")
+
+
+async def test_what_is_over_tells_the_first_of_a_shard_what_it_may_write() -> None:
+    """What is open before that is given up, as it would never be whole."""
+    async with storing(None) as store:
+        scheduler, *workers = (Engine(store, pid=pid) for pid in range(1, 4))
+        await scheduler.open(spec())
+        halves = [(Slice(0, 2, rank, rank + 1),) for rank in range(2)]
+        await workers[0].open(spec(), slices=halves[0], rank=0, world=2)
+        waits, over = await scheduler.reserve(tokens(1)), await scheduler.reserve(tokens(2))
+        for engine in (scheduler, workers[0]):
+            await engine.call(wire.Abort(over.reservation))
+        opened = await workers[1].open(spec(), slices=halves[1], rank=1, world=2)
+        assert opened.writes_above >= over.reservation
+        assert (await workers[0].call(wire.Commit(waits.reservation, 0, 1))).published == 0
+        assert store.parts.host.pools[0].used(0) == 0
+        for engine in (scheduler, *workers):
+            engine.leave()
+        assert idle(store) == []
+
+
 async def test_an_abort_waits_for_who_writes_and_for_nobody_else() -> None:
     """A scheduler and replicas write nothing: slots of an aborted page return without their word."""
     async with storing(None) as store:

@@ -19,7 +19,6 @@ from kvtier.client.link import (
     Away,
     Borrow,
     Call,
-    Daemon,
     Do,
     Hand,
     Identity,
@@ -35,7 +34,6 @@ from kvtier.client.link import (
     Wait,
     dial,
     first_reply,
-    framed,
     heirs,
     hello_frame,
     undo,
@@ -43,7 +41,7 @@ from kvtier.client.link import (
     welcomed,
 )
 from kvtier.frames import Frames
-from kvtier.handshake import FirstFrame, receive_first, send_first
+from kvtier.handshake import FirstFrame, name_senders, receive_first, send_first
 from kvtier.types import KvtierError
 
 R = TypeVar("R", bound=wire.Message)
@@ -104,6 +102,8 @@ class AsyncLink:
         self.inbox = Inbox(deque(maxlen=EVENTS))
         self._stream: _Stream | None = None
         self._dialing = asyncio.Lock()
+        self._room = asyncio.Event()
+        """Set as a ticket ends."""
 
     def forked(self) -> None:
         """See link.Heir. The loop and its descriptors are the parent's: nothing of them is touched."""
@@ -238,10 +238,10 @@ class AsyncLink:
         async with self._bounded(deadline):
             sock = await self._dial()
             try:
-                daemon = Daemon(sock)
+                name_senders(sock)
                 await send_first(sock, hello_frame(self.who, self.recovery.unmapped()), [])
                 await receive_first(sock, first)
-                stream = _Stream(self, welcomed(first, daemon))
+                stream = _Stream(self, welcomed(self.who, first))
                 await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=sock)
             except BaseException:
                 sock.close()
@@ -271,7 +271,8 @@ class AsyncLink:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def take(self, ticket: Ticket[Any] | None) -> None:
-        """A ticket is done: wake who waits for it."""
+        """A ticket is done: wake who waits for it, and who waits until fewer are in flight."""
+        self._room.set()
         if ticket is not None and not ticket.waker.done():
             ticket.waker.set_result(None)
 
@@ -287,15 +288,18 @@ class AsyncLink:
     ) -> Ticket[R]:
         """Send a request on that connection, or raise Away; `at_once`: however many are in flight."""
         while not at_once and len(self.inbox.tickets) >= IN_FLIGHT:
-            oldest = next(iter(self.inbox.tickets.values()))
-            if not await self._ends(oldest, deadline):
-                raise Away("too many requests are in flight")
+            self._room.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._room.wait()
+            except TimeoutError:
+                raise Away("too many requests are in flight") from None
         stream = self._stream
         if stream is None or stream.joined is not joined or stream.lost:
             raise Away("the connection is lost")
         ticket = self.inbox.ticket(joined, reply, asyncio.get_running_loop().create_future())
         try:
-            raw = framed(message, ticket.request)
+            raw = wire.framed(message, ticket.request)
         except KvtierError:  # nothing was sent: no reply will end it
             del self.inbox.tickets[ticket.request]
             raise

@@ -49,7 +49,7 @@ class HeldLease(Slots):
         """For another process of this instance to `adopt`: it may read as long as this lease is held."""
         items = self._items
         lease = wire.Acquired(self.number, self.pages, items)
-        return msgspec.msgpack.encode(Share(self._cache_id, 0, self.run, lease))
+        return msgspec.msgpack.encode(Share(self._cache_id, 0, self.run, self.instance, lease))
 
     def view(self, group: int, page: int) -> Bytes | None:
         """The item in place, read-only; None where it is absent or, if this read is verified, wrong.
@@ -192,7 +192,9 @@ class HeldReservation(Slots):
         """For another process of this instance to `adopt`: it writes and commits its own shard."""
         named = self.named if self.running else -1
         reply = wire.Reserved(self.number, self.pages, self._items, self.refused, self.writes, named)
-        return msgspec.msgpack.encode(Share(self._cache_id, self.start, self.run, None, reply, self.cache.slices))
+        return msgspec.msgpack.encode(
+            Share(self._cache_id, self.start, self.run, self.instance, None, reply, self.cache.slices)
+        )
 
     def view(self, group: int, page: int) -> Bytes | None:
         """The slot to write, for items of one slot; None where the item is stored, or written by another process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections import deque
@@ -14,8 +13,8 @@ from weakref import WeakSet
 from kvtier import wire
 from kvtier.client.arenas import Arenas
 from kvtier.frames import Frame
-from kvtier.handshake import FirstFrame, ended, peer_of
-from kvtier.types import Code, KvtierError, bad
+from kvtier.handshake import FirstFrame, ended
+from kvtier.types import Code, KvtierError
 
 CONNECT_S: Final = 0.05
 """An attempt to connect again costs an engine's step at most this long."""
@@ -117,16 +116,10 @@ Steps = Generator[Step, Any, T]
 class Daemon:
     """The process that serves a connection, watched by its pidfd."""
 
-    _pidfd: int | None = None
-
-    def __init__(self, sock: socket.socket) -> None:
-        """Taken before Hello is sent, so that the Welcome proves that the pidfd names the process that serves."""
-        peer = peer_of(sock)
-        self.pid = peer.pid
-        self._pidfd = peer.pidfd
-        if self._pidfd is None:
-            with contextlib.suppress(OSError):
-                self._pidfd = os.pidfd_open(peer.pid)
+    def __init__(self, welcome: FirstFrame) -> None:
+        """Whoever sent the Welcome. Raises ProcessLookupError where it has ended."""
+        self.pid = welcome.sender
+        self._pidfd = welcome.take_pidfd()
         self._gone = False
 
     @property
@@ -149,7 +142,8 @@ class Daemon:
 class Joined:
     """One connection that said Hello: its arenas, and whether it still is."""
 
-    def __init__(self, welcome: wire.Welcome, arenas: Arenas, daemon: Daemon) -> None:
+    def __init__(self, instance: str, welcome: wire.Welcome, arenas: Arenas, daemon: Daemon) -> None:
+        self.instance = instance
         self.welcome = welcome
         self.arenas = arenas
         self.daemon = daemon
@@ -232,24 +226,16 @@ def hello_frame(who: Identity, unmapped: list[Joined]) -> bytes:
     return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
 
 
-def framed(message: wire.Message, request: int) -> bytes:
-    """The frame of a request; raises bad_request for what cannot be said."""
-    try:
-        return wire.request_frame(message, request)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise bad(type(message).__name__, f"what the protocol can say ({exc})") from exc
-
-
 def first_reply(first: FirstFrame, expect: type[R]) -> R:
     """The reply in a whole first frame; raises the error it carries."""
     assert first.header is not None
     return wire.decode_reply(first.header.verb, first.body, expect)
 
 
-def welcomed(first: FirstFrame, daemon: Daemon) -> Joined:
-    """The joined connection that a Welcome stands for; closes its descriptors."""
+def welcomed(who: Identity, first: FirstFrame) -> Joined:
+    """The joined connection that a Welcome stands for; its descriptors stay the caller's. Raises OSError."""
     welcome = first_reply(first, wire.Welcome)
-    return Joined(welcome, Arenas(welcome.arenas, first.fds), daemon)
+    return Joined(who.instance, welcome, Arenas(welcome.arenas, first.fds), Daemon(first))
 
 
 class Recovery:

@@ -18,6 +18,8 @@ class Share(msgspec.Struct, forbid_unknown_fields=True):
     start: int
     run: bytes = b""
     """Of the daemon that gave it: its places mean something else to another."""
+    instance: str = ""
+    """Which holds it: the daemon waits for no other before it gives the places away."""
     lease: wire.Acquired | None = None
     reservation: wire.Reserved | None = None
     slices: tuple[Slice, ...] = ()
@@ -35,6 +37,8 @@ def adopted(raw: bytes, cache: OpenCache, joined: Joined | None) -> Share:
         raise bad("share", f"what share() returned ({exc})") from None
     if joined is None or share.run != joined.welcome.run:
         return Share(b"", share.start, lease=share.lease and wire.Acquired(0, 0))
+    if joined.instance != share.instance:
+        raise bad("share", f"a lease or reservation of this process's instance, {joined.instance}", share.instance)
     if cache.cache_id != share.cache_id:
         raise bad("share", "a lease or reservation of this cache and epoch")
     if share.reservation is not None:

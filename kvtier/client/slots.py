@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from kvtier.types import Code, KvtierError, bad
 Verify = Literal["never", "sample", "always"]
 SAMPLE: Final = 16
 """`sample` checks every item of this many that is looked at in place, the first included."""
+
+T = TypeVar("T")
 
 _log = logging.getLogger("kvtier.client")
 
@@ -95,6 +97,11 @@ class Slots:
     def run(self) -> bytes:
         """Of the daemon that gave this."""
         return b"" if self._joined is None else self._joined.welcome.run
+
+    @property
+    def instance(self) -> str:
+        """Which holds this."""
+        return "" if self._joined is None else self._joined.instance
 
     @property
     def lost(self) -> bool:
@@ -183,7 +190,16 @@ class Slots:
         joined.arenas.raw.add(self)
         if self.lost:  # another thread noticed, and may have unmapped it before this was counted
             return None
-        return joined.arenas.address(int(found[0][0]), self.cache.groups[group].slot_bytes)
+        return self._unless_lost(joined.arenas.address, int(found[0][0]), self.cache.groups[group].slot_bytes)
+
+    def _unless_lost(self, look: Callable[..., T], *where: int) -> T | None:
+        """What the arenas have there; None where another thread has noticed since that this is lost."""
+        try:
+            return look(*where)
+        except KvtierError:
+            if self.lost:
+                return None
+            raise
 
     def _item(self, group: int, page: int) -> tuple[Item, int] | None:
         """The item and its checksum; None where it is not here, or lost, or given back."""
@@ -192,13 +208,9 @@ class Slots:
         if found is None or joined is None or self._ended:
             return None
         size = self.cache.groups[group].slot_bytes
-        try:
-            slots = [joined.arenas.view(int(offset), size) for offset in found[0]]
-        except KvtierError:
-            if self.lost:  # another thread noticed between the check and the view
-                return None
-            raise
-        return Item(self.cache.spec.groups[group], slots), found[1]
+        slots = [self._unless_lost(joined.arenas.view, int(offset), size) for offset in found[0]]
+        there = [slot for slot in slots if slot is not None]
+        return (Item(self.cache.spec.groups[group], there), found[1]) if len(there) == len(slots) else None
 
     def _parted(self, group: int) -> bool:
         """Whether items of a group lie in several slots; raises bad_request where there is no such group."""
@@ -218,12 +230,10 @@ class Slots:
             for at, address, length in runs(offsets, size):
                 if joined is None or self.lost or self._ended:
                     return
-                try:
-                    rows = joined.arenas.block(address, length, size)[:, : self.cache.groups[group].item_bytes]
-                except KvtierError:
-                    if self.lost:  # another thread noticed between the check and the view
-                        return
-                    raise
+                rows = self._unless_lost(joined.arenas.block, address, length, size)
+                if rows is None:
+                    return
+                rows = rows[:, : self.cache.groups[group].item_bytes]
                 yield Span(lo - first + at, rows, sums[at : at + length])
 
     @staticmethod

@@ -14,7 +14,6 @@ from kvtier.client.link import (
     Away,
     Borrow,
     Call,
-    Daemon,
     Do,
     Hand,
     Identity,
@@ -34,6 +33,7 @@ from kvtier.client.link import (
 )
 from kvtier.client.pipe import Pipe, ask, wait_dial
 from kvtier.client.talk import Talk
+from kvtier.handshake import name_senders
 from kvtier.types import KvtierError
 
 R = TypeVar("R", bound=wire.Message)
@@ -181,6 +181,8 @@ class SyncLink:
     def _connect(self, deadline: float) -> Joined:
         """One attempt; raises Away, and on the very first connection what the daemon refuses."""
         talk = self._talk
+        if talk is not None:  # another thread may be about to, and what was never heard on it is said first of all
+            talk.lose("the connection is lost")
         self.recovery.begin(None if talk is None else talk.joined, time.monotonic())
         try:
             pipe = self._hello(self.recovery.until(deadline, time.monotonic()))
@@ -201,10 +203,10 @@ class SyncLink:
         """Say Hello and map the arenas."""
         sock = wait_dial(self.path, deadline)
         try:
-            daemon = Daemon(sock)
+            name_senders(sock)
             first = ask(sock, hello_frame(self.who, self.recovery.unmapped()), [], deadline)
             try:
-                return Pipe(sock, welcomed(first, daemon))
+                return Pipe(sock, welcomed(self.who, first))
             finally:
                 first.close()
         except OSError as exc:

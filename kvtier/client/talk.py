@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvtier import wire
-from kvtier.client.link import IN_FLIGHT, Away, Inbox, Ticket, framed
+from kvtier.client.link import IN_FLIGHT, Away, Inbox, Ticket
 from kvtier.client.pipe import Pipe
 from kvtier.types import KvtierError
 
@@ -75,12 +75,9 @@ class Talk:
 
         `at_once`: however many are in flight, since nobody says it later.
         """
-        if not at_once and len(self._inbox.tickets) >= IN_FLIGHT:
-            self._thin_out(deadline)
-        with self._lock:
-            ticket = self._inbox.ticket(self.joined, reply, self)
+        ticket = self._ticket(reply, deadline, at_once=at_once)
         try:
-            raw = framed(message, ticket.request)
+            raw = wire.framed(message, ticket.request)
             if begun is not None:
                 begun(ticket)
             self._send(raw, deadline)
@@ -107,34 +104,41 @@ class Talk:
         if not free and not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Away("another thread is sending")
 
-    def _thin_out(self, deadline: float) -> None:
-        """Wait for the oldest replies where many are in flight: neither side's buffers may fill with them."""
-        while len(self._inbox.tickets) >= IN_FLIGHT:
+    def _ticket(self, reply: type[R], deadline: float, *, at_once: bool) -> Ticket[R]:
+        """A ticket, once some reply has come where many are in flight: neither side's buffers may fill with them."""
+        ticket = None
+        while ticket is None:
             with self._lock:
-                oldest = next(iter(self._inbox.tickets.values()), None)
-            if oldest is not None and not self._await(oldest, deadline):
+                if at_once or self._few():
+                    ticket = self._inbox.ticket(self.joined, reply, self)
+            if ticket is None and not self._until(self._few, deadline):
                 raise Away("too many requests are in flight")
+        return ticket
+
+    def _few(self) -> bool:
+        """Whether one more may be in flight."""
+        return len(self._inbox.tickets) < IN_FLIGHT
 
     def wait(self, ticket: Ticket[R], deadline: float, *, patient: bool = False) -> R | None:
         """The reply. When time is up: None if patient, else the connection is dropped and Away raised."""
-        if not self._await(ticket, deadline):
+        if not self._until(lambda: ticket.done, deadline):
             if patient:
                 return None
             self.lose("the daemon did not answer in time")
         return ticket.result()
 
-    def _await(self, ticket: Ticket[Any], deadline: float) -> bool:
-        """Whether the ticket ends in time. One waiting thread reads for all; the others sleep."""
-        while not ticket.done:
+    def _until(self, so: Callable[[], bool], deadline: float) -> bool:
+        """Whether replies make it so in time. One waiting thread reads for all; the others sleep."""
+        while not so():
             with self._lock:
-                while not ticket.done and self._reading:
+                while not so() and self._reading:
                     if not self._sleep(deadline):
-                        return ticket.done
-                if ticket.done:
+                        return so()
+                if so():
                     break
                 self._reading = True
             if not self._read_alone(deadline):
-                return ticket.done
+                return so()
         return True
 
     def _sleep(self, deadline: float) -> bool:

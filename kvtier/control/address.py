@@ -81,6 +81,8 @@ def _named(
     if not ids and used[0] in {"--tokens", "--text", "--messages"}:
         raise bad(used[0], "at least one token")
     opaque = b"".join(_hex("key", word) for word in (*_words(keys), *some))
+    if not opaque and used[0] in {"--keys", "--key"}:
+        raise bad(used[0], "at least one key")
     return wire.Prompt(cache, ids, request, session, _hex("chain", chain), opaque, group)
 
 

@@ -90,7 +90,7 @@ class Admin:
         stream = frames.Frames()
         try:
             self._until(end)
-            self._sock.sendall(wire.request_frame(message, self._last))
+            self._sock.sendall(wire.framed(message, self._last))
             while (frame := stream.next()) is None:
                 self._until(end)
                 data = self._sock.recv(1 << 18)

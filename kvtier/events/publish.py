@@ -39,7 +39,8 @@ class Publisher:
         self._context = zmq.Context()
         self._announce = announce
         self._batches: deque[tuple[float, list[Event]]] = deque()
-        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept: deque[tuple[int, zmq.Frame]] = deque()
+        """As frames: whoever asks for them and does not read shares them, and takes no memory of his own."""
         self._kept_bytes = 0
         self._next = 0
         self._lost = False
@@ -109,16 +110,16 @@ class Publisher:
         """Number, keep and send every batch that waits."""
         while self._batches:
             when, events = self._batches.popleft()
-            payload = encode(when, events)
+            payload = zmq.Frame(encode(when, events))
             self._keep(payload)
-            self._out.send_multipart((b"", self._next.to_bytes(8, "big"), payload))
+            self._out.send_multipart((b"", self._next.to_bytes(8, "big"), payload), copy=False)
             self._next += 1
         if self._lost:
             self._lost = False
             _log.warning("events were dropped; everything is announced anew")
             self._announce()
 
-    def _keep(self, payload: bytes) -> None:
+    def _keep(self, payload: zmq.Frame) -> None:
         """Keep the next batch for replays; the oldest go."""
         self._kept.append((self._next, payload))
         self._kept_bytes += len(payload)
@@ -137,7 +138,7 @@ class Publisher:
         rest = [(number.to_bytes(8, "big"), payload) for number, payload in self._kept if number >= first]
         try:
             for frames in (*rest, (END, b"")):
-                self._replay.send_multipart((who, b"", *frames), zmq.NOBLOCK)
+                self._replay.send_multipart((who, b"", *frames), zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as exc:  # it left, or does not read what it asked for: without the end it asks again
             _log.info("a replay ended early: %s", exc)
 

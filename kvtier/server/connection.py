@@ -10,10 +10,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, cast
 
-import msgspec
-
 from kvtier import wire
 from kvtier.frames import Frame, Frames
+from kvtier.server.limits import Limits
 from kvtier.server.spans import Spans
 from kvtier.server.stats import Stats
 from kvtier.types import Code, KvtierError
@@ -28,27 +27,6 @@ MAX_GRANTED: Final = 512
 """More than a client has in flight."""
 
 _log = logging.getLogger("kvtier.server")
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Bounds of a server; at each of them a request is refused by name or its connection closed."""
-
-    connections: int = 4096
-    first_frame_s: float = 5.0
-    """Seconds within which the first frame must be whole."""
-    max_body: int = wire.MAX_BODY
-    buffered: int = 256 << 20
-    """Bytes of half-received bodies, over all connections."""
-    tasks: int = 256
-    """Requests of one connection that may be in flight."""
-    write_high: int = 1 << 20
-    """Unsent reply bytes at which a connection's requests are no longer read."""
-    write_cap: int = 128 << 20
-    """Unsent reply bytes at which a connection is closed."""
-    stall_s: float = 30.0
-    """Seconds without progress in a half-received body or unsent replies after which a connection is closed."""
-    drain_s: float = 30.0
-    """Seconds between looks whether a lost process still maps the arenas, where the kernel gives no pidfd."""
 
 
 class Shared:
@@ -195,13 +173,19 @@ class Connection(asyncio.Protocol):
             self._turn = self._loop.call_soon(self._resume)
 
     def _count(self, buffered: int) -> None:
-        """Account the bytes buffered here; over the server's bound this connection is refused."""
+        """Account the bytes buffered here; over the server's bound whoever has most of them is refused."""
         shared = self._shared
         shared.buffered += buffered - self._counted
         self._counted = buffered
         if buffered and shared.buffered > shared.limits.buffered:
-            error = KvtierError(Code.BUSY, f"over {shared.limits.buffered} bytes of requests are half received")
-            self._last_word(self._frames.request, error)
+            max(shared.connections, key=lambda each: each._counted)._give_way()  # noqa: SLF001 - of the same class
+
+    def _give_way(self) -> None:
+        """Refuse what is half received here, and let it go."""
+        most, request = self._shared.limits.buffered, self._frames.request
+        self._last_word(request, KvtierError(Code.BUSY, f"over {most} bytes of requests are half received"))
+        self._frames = Frames(0)
+        self._count(0)
 
     def _request(self, frame: Frame) -> None:
         """Serve one frame; whatever is wrong with it, the connection goes on."""

@@ -15,7 +15,8 @@ import msgspec
 
 from kvtier import wire
 from kvtier.handshake import FirstFrame, Peer, peer_of, receive_first, send_first, try_send
-from kvtier.server.connection import Connection, Limits, Result, Shared, error_frame
+from kvtier.server.connection import Connection, Result, Shared, error_frame
+from kvtier.server.limits import Limits
 from kvtier.server.listener import Listener, PathLock
 from kvtier.server.sessions import Owner, Session, Sessions
 from kvtier.server.spans import Spans

@@ -63,11 +63,11 @@ def _code(came: wire.Message | BaseException) -> str:
 
 
 def _asked(message: wire.Message) -> dict[str, Any]:
-    """The engine's own ids, where it gave some."""
+    """The engine's own ids, where it gave some: as much of them as is kept elsewhere."""
     if not isinstance(message, wire.Match):
         return {}
     ids = {"kvtier.request": message.request, "kvtier.session": message.session}
-    return {name: text for name, text in ids.items() if text}
+    return {name: text[: wire.MAX_NAME] for name, text in ids.items() if text}
 
 
 def _came(reply: wire.Message | BaseException) -> dict[str, Any]:

@@ -11,10 +11,13 @@ from typing import Any, Final
 
 from kvtier.index.distances import Distances, Namer, geometric
 from kvtier.store.cache import Cache
+from kvtier.types import bad
 from kvtier.wire import Curve, Info
 
 SHARE: Final = 0.01
 """Of the loop's time."""
+MOST_MORE: Final = 1 << 60
+"""Bytes of room more that somebody may ask about."""
 SAVED_S: Final = 0.05
 """So much unused time may be saved up."""
 PAGE_S: Final = 2e-6
@@ -158,5 +161,8 @@ class Curves:
 
 
 def answer(curves: Curves, disk_bytes: int, msg: Curve) -> Info:
-    """Reply to Curve."""
+    """Reply to Curve. Raises bad_request."""
+    for more in msg.add:
+        if not 0 <= more <= MOST_MORE:
+            raise bad("add", f"0..{MOST_MORE} bytes", more)
     return Info({"pools": curves.info(disk_bytes, msg.add), "seconds_spent": round(curves.spent_s, 6)})

@@ -136,6 +136,8 @@ class Instance:
         self.reservations: dict[int, Reservation] = {}
         self.finished: OrderedDict[int, int] = OrderedDict()
         """Pages published of reservations that are over: a late commit of a replica is no error."""
+        self.over: dict[int, int] = {}
+        """Cache number -> the latest of its parted reservations that is over: its slots may be anybody's."""
         self.polls = Polls()
         self.regions: dict[int, Region] = {}
         self.kv: dict[int, KvRegion] = {}
@@ -201,10 +203,12 @@ class Instance:
         if path is not None:
             self.path_bytes -= len(path.keys)
 
-    def finish(self, number: int, published: int) -> None:
+    def finish(self, res: Reservation) -> None:
         """Remember how a reservation ended."""
-        self.reservations.pop(number, None)
-        self.finished[number] = published
+        self.reservations.pop(res.number, None)
+        self.finished[res.number] = res.published
+        if res.parted:
+            self.over[res.cache.number] = max(res.number, self.over.get(res.cache.number, 0))
         if len(self.finished) > MAX_FINISHED:
             self.finished.popitem(last=False)
 
@@ -244,14 +248,17 @@ class Instance:
     def appoint(self, process: Process, cache: int, newest: int) -> int:
         """Let a worker write its shard if nobody does. Above which reservation number it writes, -1: not at all.
 
-        `newest` is higher than every number given so far: what an earlier writer may still write stays its own.
+        `newest` is higher than every number given so far: what an earlier writer may still write stays its own. The
+        first to come writes what is open; of what is over it may hear late, when others have the slots.
         """
         rank = process.ranks[cache]
         if not rank.worker:
             return -1
         now = self.writers.get((cache, rank.bit))
         if now is None or now.process.left or now.process not in self.processes:
-            now = self.writers[cache, rank.bit] = Writer(process, 0 if now is None else newest)
+            waiting = [] if now else [res.number for res in self.reservations.values() if res.cache.number == cache]
+            above = max(self.over.get(cache, 0), min(waiting) - 1) if waiting else newest
+            now = self.writers[cache, rank.bit] = Writer(process, above)
         return now.above if now.process is process else -1
 
     def inherit(self, old: int, new: int, rank: Rank) -> Rank:
@@ -278,6 +285,7 @@ class Instance:
                     del process.ranks[cache.number]
         used = {number for process in self.processes for number in process.ranks}
         self.shards = {number: ranks for number, ranks in self.shards.items() if number in used}
+        self.over = {number: latest for number, latest in self.over.items() if number in used}
         self.writers = {(number, bit): w for (number, bit), w in self.writers.items() if number in used}
         return used
 

@@ -156,7 +156,7 @@ class Parts:
         res.drop(self.unlease)
         self.waiting.discard(res)
         res.cache.reservations.discard(res)
-        res.instance.finish(res.number, res.published)
+        res.instance.finish(res)
 
     def retire(self, cache: Cache) -> None:
         """Let nothing of a cache be found any more, and free it; what engines hold goes when they let go of it."""

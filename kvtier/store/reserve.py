@@ -97,6 +97,8 @@ class Reservation:
         self.acks: set[Process] = set()
         """Processes that will write no more."""
         self.cost = self._cost(0, self.pages)
+        self.parted = self.cost > 0 and WHOLE not in self.writers
+        """Whether it has slots that workers write, each its shard."""
 
     def _cost(self, lo: int, hi: int) -> int:
         """Arena bytes of the slots of positions [lo, hi)."""
@@ -352,7 +354,10 @@ class Reservation:
         """Whether the next page to serve was aborted, so that nothing after it can be served."""
         if self.cache.spec.keyed:
             return self.state.count(OPEN) + self.state.count(HASHING) == 0
-        return self.next < self.pages and self.state[self.next] == ABORTED
+        ahead = self.state[self.next : self.next + 1]
+        if ahead == bytes([SETTLED]):  # until something is committed, nobody has passed over what was stored before
+            ahead = self.state[self.next :].lstrip(ahead)[:1]
+        return ahead == bytes([ABORTED])
 
     def strand(self, group: int, positions: list[int]) -> None:
         """A device that is stuck may still write these slots: they are nobody's, and their pages will not be served."""
