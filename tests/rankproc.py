@@ -134,7 +134,7 @@ def main() -> None:
     """Do what lines say."""
     socket, rank, world, kind = sys.argv[1:]
     one = Rank(socket, int(rank), int(world), kind)
-    print("ready", flush=True)
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         verb, *arguments = json.loads(line)
         print(json.dumps(getattr(one, verb)(*arguments)), flush=True)

@@ -27,7 +27,6 @@ class Process:
     def __init__(self, daemon: Daemon, rank: int, kind: str) -> None:
         command = [sys.executable, str(RANK), str(daemon.socket), str(rank), "2", kind]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout.readline() == "ready\n"
 
     def send(self, *words: Any) -> None:
         """Tell it something."""
@@ -63,13 +62,11 @@ def serving(home: Path, kind: str) -> Iterator[Daemon]:
 @contextlib.contextmanager
 def tensor_parallel(daemon: Daemon, kind: str) -> Iterator[list[Process]]:
     """A scheduler and two ranks that have mapped a daemon's device memory; they are killed at the end."""
-    engine = [Process(daemon, rank, kind) for rank in (-1, 0, 1)]
-    try:
+    with contextlib.ExitStack() as all_of:
+        engine = [all_of.enter_context(contextlib.closing(Process(daemon, rank, kind))) for rank in (-1, 0, 1)]
+        assert [one.answer() for one in engine] == ["ready"] * 3
         assert [one("map") for one in engine] == [True] * 3
         yield engine
-    finally:
-        for one in engine:
-            one.close()
 
 
 def slots(daemon: Daemon) -> dict[str, int]:
