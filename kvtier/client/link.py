@@ -74,7 +74,10 @@ class Wait(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Send, and let the reply come when it comes; gives None. It gives back what is held, and nobody says it again."""
+    """Send, and let the reply come when it comes; gives None.
+
+    Nobody waits for it: what gives something back is said again on the next connection where no reply came on this.
+    """
 
     joined: Joined
     message: wire.Message
