@@ -35,7 +35,7 @@ from clientkit import (
     until,
 )
 from kvtier import wire
-from kvtier.client import AsyncClient, Client, copying, held, link, page_keys
+from kvtier.client import AsyncClient, Client, copying, held, link, page_keys, recovery
 from kvtier.client.aio import AsyncCache
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import GroupSpec
@@ -63,7 +63,7 @@ def engine(daemon: Any, name: str = "engine") -> tuple[int, int]:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever lost a connection may connect again at once."""
-    monkeypatch.setattr(link, "BACKOFF_S", (0.0, 0.0))
+    monkeypatch.setattr(recovery, "BACKOFF_S", (0.0, 0.0))
 
 
 @pytest.fixture

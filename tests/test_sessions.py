@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import os
@@ -20,7 +21,7 @@ import pytest
 import engineproc
 from engines import Engine, idle, spec, tokens
 from kvtier import wire
-from kvtier.client import Client
+from kvtier.client import AsyncClient, Client
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import GroupSpec, Slice
 from kvtier.types import Code, Kind, KvtierError
@@ -212,6 +213,52 @@ def test_what_was_never_heard_is_told_however_slow_the_thread_is_that_lost_the_c
         until(client.ping)
         until(lambda: (instance(daemon)["left"], len(instance(daemon)["pids"])) == (0, 2))
         assert instance(daemon)["leases"] == 0
+
+
+def test_what_is_given_back_between_two_connections_is_given_back_on_the_next(daemon: Daemon) -> None:
+    """Nobody else would, as long as siblings live: each hiccup of the daemon would cost a part of the engine's cap."""
+    with Client(daemon.socket, instance="e") as sibling, Client(daemon.socket, instance="e") as client:
+        put(sibling.open(SPEC), 2)
+        path = client.open(SPEC).match(keys(4))
+        held = [path.acquire(), path.reserve(2, 2)]
+        client.link._talk.lose("lost by the test")
+        held[0].release()
+        held[1].abort()
+        assert not client.connected
+        until(client.ping)
+        until(lambda: (instance(daemon)["leases"], instance(daemon)["held_bytes"]) == (0, 0))
+
+
+def test_what_is_given_back_and_not_read_is_given_back_on_the_next_connection(daemon: Daemon) -> None:
+    """The daemon stops reading what is left of a connection when its answers find nobody."""
+    with Client(daemon.socket, instance="e") as sibling, Client(daemon.socket, instance="e", timeout_s=5.0) as client:
+        put(sibling.open(SPEC), 2)
+        keyed, lease = client.open(KEYED), client.open(SPEC).match(keys(2)).acquire()
+        with stopped(daemon.pid):
+            for _ in range(3):  # as much as the socket takes, and longer than one turn of a connection's
+                client.submit(wire.Exists(keyed._number, 0, bytes(16 * wire.MAX_ASKED)), wire.Existence)
+            lease.release()
+            client.link._talk.lose("lost by the test")
+        until(client.ping)
+        until(lambda: (instance(daemon)["left"], instance(daemon)["leases"]) == (0, 0))
+
+
+async def test_what_a_task_was_granted_as_it_was_cancelled_is_given_back_on_the_next_connection(daemon: Daemon) -> None:
+    """Also where the connection is lost before that could be said."""
+    with Client(daemon.socket, instance="e") as sibling:
+        put(sibling.open(SPEC), 2)
+        async with AsyncClient(daemon.socket, instance="e", timeout_s=5.0) as client:
+            path = await (await client.open(SPEC)).match(keys(2))
+            task = asyncio.ensure_future(path.acquire())
+            await asyncio.sleep(0)
+            (ticket,) = client.link.inbox.tickets.values()
+            ticket.waker.add_done_callback(lambda _: (task.cancel(), client.link.lose(ticket.joined, "by the test")))
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert ticket.reply.lease
+            while not await client.ping():
+                await asyncio.sleep(0.02)
+            until(lambda: instance(daemon)["leases"] == 0)
 
 
 # -- who writes what -----------------------------------------------------------------------------------------------

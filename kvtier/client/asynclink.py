@@ -25,8 +25,8 @@ from kvtier.client.link import (
     Inbox,
     Join,
     Joined,
+    Owe,
     Post,
-    Recovery,
     Start,
     Step,
     Steps,
@@ -40,6 +40,7 @@ from kvtier.client.link import (
     unmapped_message,
     welcomed,
 )
+from kvtier.client.recovery import Recovery
 from kvtier.frames import Frames
 from kvtier.handshake import FirstFrame, name_senders, receive_first, send_first
 from kvtier.types import KvtierError
@@ -151,6 +152,8 @@ class AsyncLink:
             case Post(joined, message):
                 await self.start(joined, message, wire.Ok, deadline, at_once=True)
                 return None
+            case Owe():
+                return self.recovery.owe(step)
             case Hand(message, fds, reply):
                 return (await self._aside(message, list(fds), reply, deadline))[0]
             case Borrow(message, reply):
@@ -202,6 +205,9 @@ class AsyncLink:
             joined = self.joined or await self._connect(deadline)
             for old in self.recovery.unmapped():
                 await self._unmapped(joined, old, deadline)
+            while (message := self.recovery.owed(joined)) is not None:
+                await self.start(joined, message, wire.Ok, deadline, at_once=True)
+                self.recovery.said()
             return joined
         finally:
             self._dialing.release()
@@ -297,7 +303,8 @@ class AsyncLink:
         stream = self._stream
         if stream is None or stream.joined is not joined or stream.lost:
             raise Away("the connection is lost")
-        ticket = self.inbox.ticket(joined, reply, asyncio.get_running_loop().create_future())
+        posted = message if at_once else None
+        ticket = self.inbox.ticket(joined, reply, asyncio.get_running_loop().create_future(), posted)
         try:
             raw = wire.framed(message, ticket.request)
         except KvtierError:  # nothing was sent: no reply will end it
@@ -347,8 +354,10 @@ class AsyncLink:
     def _undo(self, ticket: Ticket[Any]) -> None:
         """Give back what nobody waits for any more."""
         message = undo(ticket.reply)
-        if message is not None and ticket.joined.alive and self._stream is not None:
-            other = self.inbox.ticket(ticket.joined, wire.Ok, asyncio.get_running_loop().create_future())
+        if message is not None and not ticket.joined.alive:
+            self.recovery.owe(Owe(ticket.joined.welcome.run, message))
+        elif message is not None and self._stream is not None:
+            other = self.inbox.ticket(ticket.joined, wire.Ok, asyncio.get_running_loop().create_future(), message)
             self._stream.transport.write(wire.request_frame(message, other.request))
 
     def events(self) -> list[wire.Message]:

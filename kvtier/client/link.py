@@ -16,11 +16,8 @@ from kvtier.frames import Frame
 from kvtier.handshake import FirstFrame, ended
 from kvtier.types import Code, KvtierError
 
-CONNECT_S: Final = 0.05
-"""An attempt to connect again costs an engine's step at most this long."""
 RETRY_S: Final = 0.005
 """Between attempts while the daemon's backlog is full."""
-BACKOFF_S: Final = (0.1, 5.0)
 IN_FLIGHT: Final = 128
 """Requests that a client leaves unanswered before it reads; below the server's bound."""
 EVENTS: Final = 4096
@@ -77,9 +74,19 @@ class Wait(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Send, and let the reply come when it comes; gives None. It gives back what is held, and nobody says it again."""
+    """Send, and let the reply come when it comes; gives None.
+
+    Nobody waits for it: what gives something back is said again on the next connection where no reply came on this.
+    """
 
     joined: Joined
+    message: wire.Message
+
+
+class Owe(NamedTuple):
+    """Post it on the next connection to that run of the daemon: none is there now, or it failed; gives None."""
+
+    run: bytes
     message: wire.Message
 
 
@@ -105,7 +112,7 @@ class Do(NamedTuple):
     nbytes: int
 
 
-Step = Join | Call | Start | Wait | Post | Hand | Borrow | Do
+Step = Join | Call | Start | Wait | Post | Owe | Hand | Borrow | Do
 Steps = Generator[Step, Any, T]
 """A verb of the client without its I/O: sync and async drivers run the same steps."""
 
@@ -157,6 +164,8 @@ class Joined:
         """The number of the arena in device memory that is mapped; -1: none."""
         self.unheard: list[int] = []
         """Requests for leases and reservations whose replies never came."""
+        self.unsaid: list[wire.Message] = []
+        """What gives something back and was not answered: it may not have been read."""
         heirs.add(self)
 
     def forked(self) -> None:
@@ -238,77 +247,20 @@ def welcomed(who: Identity, first: FirstFrame) -> Joined:
     return Joined(who.instance, welcome, Arenas(welcome.arenas, first.fds), Daemon(first))
 
 
-class Recovery:
-    """When to connect again, and what is still owed to the connections that were lost. The clock is the caller's."""
-
-    def __init__(self) -> None:
-        self.closed = False
-        self._ever = False
-        self._delay = BACKOFF_S[0]
-        self._next = 0.0
-        self._lost: list[Joined] = []
-
-    @property
-    def owes(self) -> bool:
-        """Whether a lost connection's arenas are not known to the daemon as unmapped."""
-        return bool(self._lost)
-
-    def begin(self, lost: Joined | None, now: float) -> None:
-        """An attempt to connect. Raises Away where it is not due."""
-        if lost is not None and lost not in self._lost:
-            self._lost.append(lost)
-        if self.closed:
-            raise Away("this client is closed")
-        if now < self._next:
-            raise Away("the daemon is away; the next attempt to connect is not due yet")
-
-    def until(self, deadline: float, now: float) -> float:
-        """When the attempt ends: only the first one may take its caller's time."""
-        return min(deadline, now + CONNECT_S) if self._ever else deadline
-
-    def lost(self, now: float) -> None:
-        """A connection was lost, or an attempt failed: wait twice as long as last time."""
-        self._next = now + self._delay
-        self._delay = min(2 * self._delay, BACKOFF_S[1])
-
-    def failed(self, exc: Away | KvtierError, now: float) -> Away | KvtierError:
-        """An attempt failed; what to raise. Only at first a refusal is the program's fault."""
-        self.lost(now)
-        if self._ever and isinstance(exc, KvtierError):
-            return Away(f"the daemon does not take this process again: {exc}")
-        return exc
-
-    def succeeded(self) -> None:
-        """Connected: start over."""
-        self._ever = True
-        self._delay, self._next = BACKOFF_S[0], 0.0
-
-    def unmapped(self) -> list[Joined]:
-        """Unmap what nothing refers to: lost connections without arenas, of which the daemon has yet to be told."""
-        return [old for old in self._lost if old.arenas.unmap()]
-
-    def told(self, old: Joined, by: Joined, refusal: KvtierError | None = None) -> None:
-        """The daemon was told; where it is busy with what that connection had in flight, later again."""
-        if refusal is None:  # another daemon's word says nothing of what an earlier one does
-            old.drained = old.welcome.run == by.welcome.run
-        if (refusal is None or refusal.code is not Code.BUSY) and old in self._lost:
-            self._lost.remove(old)
-
-    def forget(self) -> None:
-        """In a child of fork nothing is owed."""
-        self._lost.clear()
-
-
 class Ticket(Generic[R]):
     """One request in flight."""
 
-    __slots__ = ("done", "error", "expect", "joined", "reply", "request", "waker")
+    __slots__ = ("done", "error", "expect", "joined", "message", "reply", "request", "waker")
 
-    def __init__(self, joined: Joined, request: int, expect: type[R], waker: Any = None) -> None:
+    def __init__(
+        self, joined: Joined, request: int, expect: type[R], waker: Any = None, message: wire.Message | None = None
+    ) -> None:
         self.joined = joined
         self.request = request
         self.expect = expect
         self.done = False
+        self.message = message
+        """Where it is posted: who sent it does not wait."""
         self.reply: R | None = None
         self.error: Exception | None = None
         self.waker = waker
@@ -342,10 +294,12 @@ class Inbox:
         self.events = events
         self._last = 1
 
-    def ticket(self, joined: Joined, expect: type[R], waker: Any = None) -> Ticket[R]:
+    def ticket(
+        self, joined: Joined, expect: type[R], waker: Any = None, message: wire.Message | None = None
+    ) -> Ticket[R]:
         """A ticket with a request id of its own."""
         self._last += 1
-        ticket = self.tickets[self._last] = Ticket(joined, self._last, expect, waker)
+        ticket = self.tickets[self._last] = Ticket(joined, self._last, expect, waker, message)
         return ticket
 
     def take(self, frame: Frame) -> Ticket[Any] | None:
@@ -366,5 +320,7 @@ class Inbox:
         for ticket in tickets:
             if ticket.expect in {wire.Acquired, wire.Reserved}:
                 ticket.joined.unheard.append(ticket.request)
+            if isinstance(ticket.message, wire.Release | wire.Abort):
+                ticket.joined.unsaid.append(ticket.message)
             ticket.fail(error)
         return tickets

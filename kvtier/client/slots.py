@@ -14,7 +14,7 @@ from kvtier.client.arenas import runs
 from kvtier.client.caches import OpenCache
 from kvtier.client.device import Reached
 from kvtier.client.layout import Bytes, Item
-from kvtier.client.link import Away, Joined, Post, Steps
+from kvtier.client.link import Away, Join, Joined, Owe, Post, Steps
 from kvtier.types import Code, KvtierError, bad
 
 Verify = Literal["never", "sample", "always"]
@@ -148,19 +148,22 @@ class Slots:
     def _giving_back(self, message: wire.Message | None) -> Steps[None]:
         """Say once that this is over, on another connection too: the daemon knows it by its instance.
 
-        Not to another daemon, to which its number would mean something else.
+        Where there is none at the time, on the next: as long as siblings live, nobody else would give it back. Not to
+        another daemon, to which its number would mean something else.
         """
         ended = self._end()
         joined = self._joined
-        if ended or joined is None or message is None:
+        if ended or joined is None or message is None or joined.inherited:  # which is the parent's
             return
-        if not joined.alive:
-            if joined.inherited:  # it is the parent's
+        if joined.alive:
+            try:
+                yield Post(joined, message)
+            except Away:
+                pass
+            else:
                 return
-            joined, _ = yield from self.cache.entering()
-            if self._joined is None or self._joined.daemon.gone or joined.welcome.run != self._joined.welcome.run:
-                return
-        yield Post(joined, message)
+        yield Owe(joined.welcome.run, message)
+        yield Join()
 
     def _offsets(self, group: int, page: int) -> tuple[npt.NDArray[np.int64], int] | None:
         """Slot offsets and checksum of one item; None where it is not here."""

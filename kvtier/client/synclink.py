@@ -19,8 +19,8 @@ from kvtier.client.link import (
     Identity,
     Join,
     Joined,
+    Owe,
     Post,
-    Recovery,
     Start,
     Step,
     Steps,
@@ -32,6 +32,7 @@ from kvtier.client.link import (
     welcomed,
 )
 from kvtier.client.pipe import Pipe, ask, wait_dial
+from kvtier.client.recovery import Recovery
 from kvtier.client.talk import Talk
 from kvtier.handshake import name_senders
 from kvtier.types import KvtierError
@@ -113,6 +114,8 @@ class SyncLink:
             case Post(joined, message):
                 self._on(joined).start(message, wire.Ok, deadline, at_once=True)
                 return None
+            case Owe():
+                return self.recovery.owe(step)
             case Hand(message, fds, reply):
                 return self._aside(message, list(fds), reply, deadline)[0]
             case Borrow(message, reply):
@@ -159,6 +162,9 @@ class SyncLink:
             joined = self.joined or self._connect(deadline)
             for old in self.recovery.unmapped():
                 self._unmapped(joined, old, deadline)
+            while (message := self.recovery.owed(joined)) is not None:
+                self._on(joined).start(message, wire.Ok, deadline, at_once=True)
+                self.recovery.said()
             return joined
         finally:
             # However an interrupt divides the above, this lets go of the lock if this thread has it, and only then.

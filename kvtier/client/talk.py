@@ -75,7 +75,7 @@ class Talk:
 
         `at_once`: however many are in flight, since nobody says it later.
         """
-        ticket = self._ticket(reply, deadline, at_once=at_once)
+        ticket = self._ticket(reply, deadline, message if at_once else None)
         try:
             raw = wire.framed(message, ticket.request)
             if begun is not None:
@@ -104,13 +104,13 @@ class Talk:
         if not free and not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise Away("another thread is sending")
 
-    def _ticket(self, reply: type[R], deadline: float, *, at_once: bool) -> Ticket[R]:
+    def _ticket(self, reply: type[R], deadline: float, posted: wire.Message | None) -> Ticket[R]:
         """A ticket, once some reply has come where many are in flight: neither side's buffers may fill with them."""
         ticket = None
         while ticket is None:
             with self._lock:
-                if at_once or self._few():
-                    ticket = self._inbox.ticket(self.joined, reply, self)
+                if posted is not None or self._few():
+                    ticket = self._inbox.ticket(self.joined, reply, self, posted)
             if ticket is None and not self._until(self._few, deadline):
                 raise Away("too many requests are in flight")
         return ticket

@@ -26,11 +26,17 @@ class Commits:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
-    def _find(self, process: Process, number: int) -> Reservation | None:
+    @staticmethod
+    def _known(process: Process, number: int) -> Reservation | None:
         """The open reservation, or None for one that is over; raises unknown."""
         res = process.instance.reservations.get(number)
         if res is None and number not in process.instance.finished:
             raise KvtierError(Code.UNKNOWN, f"no reservation {number} here", "reservation")
+        return res
+
+    def _find(self, process: Process, number: int) -> Reservation | None:
+        """The same for a process that writes a shard of it."""
+        res = self._known(process, number)
         if res is not None and res.cache.number not in process.ranks:
             raise KvtierError(Code.UNKNOWN, "this process has not opened the reservation's cache", "reservation")
         return res
@@ -233,8 +239,11 @@ class Commits:
     # -- giving up ---------------------------------------------------------------------------------------------
 
     def abort(self, process: Process, msg: Abort) -> Ok:
-        """The process writes no more; when no other writer may either, the slots return."""
-        res = self._find(process, msg.reservation)
+        """The process writes no more; when no other writer may either, the slots return.
+
+        It may have come back, and not have opened the cache again.
+        """
+        res = self._known(process, msg.reservation)
         if res is not None:
             res.acks.add(process)
             self.give_up([res])
