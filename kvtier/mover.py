@@ -234,6 +234,7 @@ class _Job:
             error = exc
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self.future.get_loop().call_soon_threadsafe(self._deliver, result, error)
+        del self, error  # an exception has this frame, which must not have its future: nobody collects cycles
 
     def _deliver(self, result: Any, error: Exception | None) -> None:
         if self.future.done():

@@ -510,10 +510,13 @@ async def test_a_cache_that_is_being_written_is_forgotten_when_that_has_ended(tm
         disk.gate.clear()
         await engine.put(tokens(1, 2, 3))
         await until(lambda: store.parts.disk.stats["queued_bytes"])
-        await store.admin[wire.Purge](wire.Purge(salt=b"1"))
+        purged = asyncio.ensure_future(store.admin[wire.Purge](wire.Purge(salt=b"1")))
+        await asyncio.sleep(0.01)  # all is cut, and what was is on its way to being durable
         engine.leave()
         assert len(store.parts.caches) == 2
+        assert not purged.done()
         disk.gate.set()
+        await purged
         await until(lambda: not store.parts.persist.pending)
         other.leave()
         await until(lambda: not store.parts.disk.used_bytes)

@@ -123,6 +123,8 @@ Steps = Generator[Step, Any, T]
 class Daemon:
     """The process that serves a connection, watched by its pidfd."""
 
+    _pidfd: int | None = None
+
     def __init__(self, welcome: FirstFrame) -> None:
         """Whoever sent the Welcome. Raises ProcessLookupError where it has ended."""
         self.pid = welcome.sender
