@@ -73,7 +73,7 @@ class Talk:
     ) -> Ticket[R]:
         """Send a request, or raise Away; a frame is sent whole or the connection dropped.
 
-        `at_once`: however many are in flight, since nobody says it later.
+        `at_once`: however many are in flight; a post, which is said again elsewhere where no reply comes here.
         """
         ticket = self._ticket(reply, deadline, message if at_once else None)
         try:

@@ -52,14 +52,8 @@ class Warmth:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self._handles = array("Q")
-        """What was read, in the order of the handles: those,"""
-        self._used = array("d")
-        """when their nodes were used last, in the time of now,"""
-        self._scores = b""
-        """and the scores then."""
-        self._of_run: dict[int, int] = {}
-        """By run: the first row of its pages."""
+        self._rows = _nothing()
+        """What was read, until everything is indexed."""
 
     @property
     def path(self) -> Path | None:
@@ -121,12 +115,13 @@ class Warmth:
             self.parts.counts["heat_damaged"] += 1
             log.warning("%s is damaged: what is on disk begins cold", path)
         else:
-            self._handles, self._used, self._scores, self._of_run = found
+            self._rows = found
 
     def apply(self, cache: Cache, run: Run, places: Places, whole: Node | None = None) -> None:
         """Warm the nodes that a run was just put into: one, where that has all of it."""
-        at = self._of_run.pop(run.id, len(self._handles))
-        while at < len(self._handles) and self._handles[at] >> PAGE_BITS == run.id:
+        handles = self._rows.handles
+        at = self._rows.of_run.pop(run.id, len(handles))
+        while at < len(handles) and handles[at] >> PAGE_BITS == run.id:
             if whole is not None:
                 self._warm(whole, at)
             else:
@@ -134,25 +129,24 @@ class Warmth:
             at += 1
 
     def _warm_page(self, cache: Cache, run: Run, places: Places, at: int) -> None:
-        page = self._handles[at] & PAGE_MASK
+        page = self._rows.handles[at] & PAGE_MASK
         node = _keyed(cache, run) if cache.spec.keyed else places.below(run, page)
         if node is not None and not node.dead:
             self._warm(cache.index.locate(node, 0 if cache.spec.keyed else run.depth + page)[0], at)
 
     def _warm(self, node: Node, at: int) -> None:
         """Give a node what a row says."""
-        used = self._used[at]
+        used = self._rows.used[at]
         node.time = max(node.time, used) if node.time else used
         if node.heat is None:
-            heat = array("d", self._scores[at * _SCORES_BYTES : (at + 1) * _SCORES_BYTES])
+            heat = array("d", self._rows.scores[at * _SCORES_BYTES : (at + 1) * _SCORES_BYTES])
             if heat[0] > -inf:
                 node.heat = heat
         self.parts.counts["heat_restored"] += 1
 
     def forget(self) -> None:
         """Everything is indexed."""
-        self._handles, self._used, self._scores = array("Q"), array("d"), b""
-        self._of_run.clear()
+        self._rows = _nothing()
 
 
 def _last(cache: Cache, node: Node) -> int:
@@ -194,12 +188,21 @@ def _write(path: Path, raw: bytearray) -> None:
 
 
 class _Rows(NamedTuple):
-    """What a file says, as Warmth keeps it."""
+    """What a file says."""
 
     handles: array[int]
+    """In their order."""
     used: array[float]
+    """When the node of each was used last, in the time of now."""
     scores: bytes
+    """Its scores then."""
     of_run: dict[int, int]
+    """By run: the first row of its pages."""
+
+
+def _nothing() -> _Rows:
+    """Of a tier that begins cold."""
+    return _Rows(array("Q"), array("d"), b"", {})
 
 
 def _read(path: Path, now: float) -> _Rows | None:
