@@ -111,6 +111,8 @@ METRICS: Final = (
           lambda d: {"": _disk("io_errors")(d)[""] + _disk("write_errors")(d)[""]}),
     Shown("kvtier_disk_sick", G, "1 while writes to the disk tier fail.", "",
           lambda d: {"": float(bool(d["tiers"].get("disk", {}).get("sick")))}),
+    Shown("kvtier_disk_parked_bytes", G, "Bytes of disk.bytes that the file system has no room for; 0 where none is "
+          "known.", "", lambda d: {"": float(d["tiers"].get("disk", {}).get("parked_bytes", 0))}),
     Shown("kvtier_device_sick", G, "1 while a device tier that is configured cannot be used: no driver, no room, "
           "failed.", "", lambda d: {"": float(bool(d["tiers"].get("device", {}).get("sick")))}),
     Shown("kvtier_tier_used_bytes", G, "Bytes in use.", "tier", _tiers("used_bytes")),

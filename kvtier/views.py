@@ -284,6 +284,8 @@ def top(data: Data) -> Table:
     for name, tier in data["tiers"].items():
         total = tier.get("budget_bytes", tier.get("capacity_bytes", 0))
         bad = f", {tier['sick']}" if tier.get("sick") else ""
+        if short := tier.get("parked_bytes"):
+            bad += f", no room on the file system for {amount(short)}"
         table.add_row(name, f"{amount(tier['used_bytes'])} of {amount(total)}{bad}")
     for verb, row in data["verbs"].items():
         table.add_row(verb, f"{row['calls'] / data['seconds']:.1f}/s, {row['mean_us']:.0f} us")

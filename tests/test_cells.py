@@ -18,6 +18,14 @@ def blocks(span: Span) -> set[int]:
     return set(range(span.first, span.first + span.total))
 
 
+def apart_of(cells: Cells, slab: int) -> set[int]:
+    """Blocks of a slab's free cells."""
+    whole = SLAB // BLOCK
+    size = cells.size_in(slab)
+    end = slab * whole + (whole // size * size if size else whole)
+    return {at for first, n in cells.gaps(slab) for at in range(first, first + n) if at < end}
+
+
 class Model(RuleBasedStateMachine):
     """Every block is in exactly one of: taken by someone, waiting for its free, free."""
 
@@ -69,11 +77,10 @@ class Model(RuleBasedStateMachine):
         self.cells.park(slab)
         self.parked.add(slab)
 
-    @rule()
-    def unpark(self) -> None:
-        self.cells.unpark()
-        self.parked.clear()
-        assert self.cells.parked == 0
+    @rule(slab=st.integers(0, SLABS - 1))
+    def unpark(self, slab: int) -> None:
+        self.cells.unpark(slab)
+        self.parked.discard(slab)
 
     @precondition(lambda self: not self.pending and not self.parked and not self.held)
     @rule()
@@ -101,6 +108,9 @@ class Model(RuleBasedStateMachine):
         assert len(free) + sum(map(len, taken)) == SLABS * SLAB // BLOCK
         assert self.cells.used == sum(span.total for span in used)
         assert self.cells.pending == sum(span.total for span in pending)
+        apart = self.parked - self.held
+        assert self.cells.first_parked() == min(apart, default=-1)
+        assert self.cells.parked == sum(len(apart_of(self.cells, slab)) for slab in apart)
 
 
 TestModel = Model.TestCase

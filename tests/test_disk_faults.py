@@ -287,29 +287,60 @@ def test_short_calls_are_finished(tmp_path):
         assert owner.read(cache, run, 1, 8) == [""] * 8
 
 
-def test_space_that_the_file_system_lacks_is_not_tried_for_a_while(tmp_path, monkeypatch):
-    """ENOSPC behind one slab: what is free elsewhere is used, accounts stay exact, and later it is tried again."""
-    from kvtier.tiers import disk
-
+def test_where_the_file_system_is_full_one_write_finds_out_and_the_rest_goes_where_there_is_room(tmp_path, monkeypatch):
+    """Not a write for each slab that was promised. Nothing is sick, accounts stay exact; room is found as it comes."""
     calls = Failing()
     with Owner(tmp_path / "d", 1 * MIB, slab_bytes=64 * KIB, calls=calls) as owner:
         cache = owner.cache(spec(GroupSpec(Kind.FULL, 1, 1, 4 * KIB)))
         runs = [owner.write(cache, seed, 4) for seed in range(4)]  # one slab
         calls.errors["fallocate"] = errno.ENOSPC
-        for seed in range(10, 25):
-            assert outcome(owner, cache, seed) == (None, "no_space")
+        assert outcome(owner, cache, 10) == (None, "no_space")
+        assert owner.tier.state == "ready"
+        assert owner.tier.stats["parked_bytes"] == 15 * 64 * KIB
+        assert (owner.tier.room_bytes, owner.tier.free_bytes) == (64 * KIB, 0)
         assert not owner.submit(cache, "none", owner.items(cache, 30, 4), keys=owner.keys(cache, 30, 4))
         assert owner.tier.refusal == "no_space"
-        assert owner.tier.stats["parked_bytes"] == owner.tier.free_bytes == 15 * 64 * KIB
         owner.tier.free([runs[0] << 6 | page for page in range(4)])
         assert owner.flush() == ""
         assert outcome(owner, cache, 31)[1] == ""
-        assert owner.tier.state == "ready"
+        assert owner.tier.stats["write_errors"] == 1
         calls.errors.clear()
         assert not owner.submit(cache, "none", owner.items(cache, 30, 4), keys=owner.keys(cache, 30, 4))
-        monkeypatch.setattr(disk, "UNPARK_S", 0.0)
-        assert outcome(owner, cache, 32)[1] == ""
+        monkeypatch.setattr(owner.tier._backing, "_due", 0.0)
+        for seed in range(100, 160):
+            more = owner.items(cache, seed, 4)
+            owner.wait(lambda s=seed, more=more: owner.submit(cache, s, more, keys=owner.keys(cache, s, 4)))
+            owner.wait(lambda seed=seed: seed in owner.results)
+            assert owner.results[seed][1] == ""
         assert owner.tier.stats["parked_bytes"] == 0
+        assert owner.tier.free_bytes == 0
+        assert owner.tier.check() == []
+        assert owner.tier.stats["write_errors"] == 1
+
+
+def test_room_that_was_found_for_a_part_of_a_slab_is_given_back_and_what_is_written_there_stays(tmp_path):
+    """A file system keeps what it found before it had no more: the catalogue would have nothing left to grow into."""
+    calls = Failing()
+    real = calls.fallocate
+
+    def half(fd, offset, size):
+        real(fd, offset, size // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    one = spec(GroupSpec(Kind.FULL, 1, 1, 4 * KIB))
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB) as owner:
+        cache = owner.cache(one)
+        runs = [owner.write(cache, seed, 4) for seed in (1, 2)]
+        owner.tier.free([runs[0] << 6 | page for page in range(4)])
+        assert owner.flush() == ""
+    with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB, calls=calls) as owner:
+        calls.fallocate = half
+        written = 8 * 4 * KIB
+        before = owner.tier.upkeep.usage()["file_bytes"]
+        assert outcome(owner, owner.cache(one), 3) == (None, "no_space")
+        after = owner.tier.upkeep.usage()["file_bytes"]
+        assert written <= after <= before
+        assert owner.read(owner.cache(one), runs[1], 2, 4) == [""] * 4
 
 
 def test_closing_does_not_wait_for_a_stuck_device(tmp_path, caplog):

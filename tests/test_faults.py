@@ -85,7 +85,7 @@ def test_a_disk_that_gives_errors(tmp_path: Path, calm: Daemon) -> None:
 
 
 def test_a_disk_that_is_full(tmp_path: Path, calm: Daemon) -> None:
-    """More was promised than the device has: named, what is stored is served, and it goes on when there is room."""
+    """More was promised than the device has: named, what is new takes the place of what is old, and it grows again."""
     with faultkit.file_system(tmp_path, 320) as where:
         ballast = where / "ballast"
         ballast.write_bytes(bytes(120 << 20))
@@ -93,12 +93,16 @@ def test_a_disk_that_is_full(tmp_path: Path, calm: Daemon) -> None:
         with Daemon(tmp_path, host="24MiB", disk="1GiB", flags=flags) as daemon, Bystander(daemon, calm) as beside:
             engine = busy(daemon)
             try:
-                eventually(lambda: disk(daemon)["write_errors"])
+                short = eventually(lambda: disk(daemon)["parked_bytes"])
+                before = disk(daemon)["runs_written"]
                 beside.notices_nothing(resting(engine.process.send_signal))
                 assert beside.put([1, 2, 3]) == 3
                 assert beside.get([1, 2, 3]) == 3
+                eventually(lambda: disk(daemon)["runs_written"] > before + 100)
+                assert beside.cache.flush(30.0)
+                assert disk(daemon)["sick"] == ""
                 ballast.unlink()
-                eventually(lambda: not disk(daemon)["sick"])
+                eventually(lambda: disk(daemon)["parked_bytes"] < short)
                 done = engine("rest")
             finally:
                 engine.close()

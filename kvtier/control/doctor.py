@@ -176,12 +176,15 @@ def running(call: Call) -> tuple[Finding, Data]:
 
 
 def tiers(data: Data) -> Iterator[Finding]:
-    """Memory in which engines read and write pages."""
+    """Memory in which engines read and write pages, and room on disk."""
     found: Data = data.get("tiers", {})
     if "host" in found and "device" not in found:
         size = int(found["host"]["budget_bytes"])
         advice = "host.bytes above 0: without it token caches are misses, and keyed ones are read through regions only"
         yield _judge("host tier", size > 0, f"{size >> 20} MiB", advice)
+    if lacks := int(found.get("disk", {}).get("parked_bytes", 0)):
+        said = f"the file system has no room for {lacks >> 20} MiB of disk.bytes"
+        yield Finding("disk tier", "warn", said, "less disk.bytes, or more room")
 
 
 @click.command()

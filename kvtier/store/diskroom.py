@@ -80,7 +80,7 @@ class DiskRoom:
 
     def most_run(self, cache: Cache) -> int:
         """Bytes of one of a cache's runs."""
-        room, limit = self.disk.capacity_bytes, self.ways.quotas.limit(cache, Tier.DISK)
+        room, limit = self.disk.room_bytes, self.ways.quotas.limit(cache, Tier.DISK)
         return min(MOST_RUN, (room if limit is None else min(room, limit)) // RUN_PARTS)
 
     def evict_own(self, over: int, share: int) -> None:

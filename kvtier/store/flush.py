@@ -41,6 +41,17 @@ async def flush(persist: Persist, caches: Iterable[Cache], deadline: float) -> K
     if persist.disk is None:
         return KvtierError(Code.IO, "there is no disk tier")
     wanted = set(caches)
+    while True:
+        before = persist.disk.shortages
+        failed = await _once(persist, wanted, deadline)
+        if failed is None or persist.disk.shortages == before or asyncio.get_running_loop().time() > deadline:
+            return failed
+        # The file system had no room behind what was written to, of which nobody knew: it is known now.
+
+
+async def _once(persist: Persist, wanted: set[Cache], deadline: float) -> KvtierError | None:
+    """Write what there is and wait for it."""
+    assert persist.disk is not None
     if not await settled([e for e in persist.pending if e.cache in wanted], deadline):
         return _late()
     before = set(persist.pending)

@@ -80,6 +80,7 @@ class Cells:
         self._stock = list(range(self.slabs))
         self._stocked = self.slabs  # slabs in stock and not parked
         self._parked: set[int] = set()
+        self._idle = 0  # free blocks of those of them that nobody holds
         self._held: dict[int, bool] = {}  # those of them that somebody works on -> whether they stay parked after it
 
     @property
@@ -90,10 +91,29 @@ class Cells:
     @property
     def parked(self) -> int:
         """Free blocks that cannot be used now because the file system has no room behind them."""
-        return sum(
-            self.slab_blocks if not (b := self._size[s]) else b * self._mask[s].bit_count()
-            for s in self._parked - self._held.keys()
-        )
+        return self._idle
+
+    @property
+    def stocked(self) -> int:
+        """Slabs that serve no size and can be taken from."""
+        return self._stocked
+
+    def stock(self) -> list[int]:
+        """Those and the parked ones that serve no size."""
+        return [slab for slab, size in enumerate(self._size) if not size]
+
+    def is_parked(self, slab: int) -> bool:
+        """Whether nothing is taken from a slab: parked, or held."""
+        return slab in self._parked
+
+    def first_parked(self) -> int:
+        """The lowest slab that is parked and that nobody holds; -1 where none is."""
+        return min(self._parked - self._held.keys(), default=-1)
+
+    def _free_in(self, slab: int) -> int:
+        """Free blocks of a slab."""
+        size = self._size[slab]
+        return size * self._mask[slab].bit_count() if size else self.slab_blocks
 
     def room(self, blocks: int) -> int:
         """How many cells of this size could be taken now."""
@@ -166,6 +186,7 @@ class Cells:
         assert not mask & bits, f"cells of {span} are free already"
         kind = self._classes.get(span.blocks) or _Class(self.slab_blocks // span.blocks)  # none yet while loading
         parked = slab in self._parked
+        before = self._free_in(slab)
         self._mask[slab] = mask | bits
         if not parked:
             kind.free += span.cells
@@ -173,6 +194,8 @@ class Cells:
             self._restock(slab, kind, parked)
         elif not mask:
             self._list(kind.heap, slab)
+        if parked and slab not in self._held:
+            self._idle += self._free_in(slab) - before
 
     def _restock(self, slab: int, kind: _Class, parked: bool) -> None:
         """A slab without used cells goes back to the stock."""
@@ -234,6 +257,7 @@ class Cells:
                 self._held[slab] = True
             return
         self._parked.add(slab)
+        self._idle += self._free_in(slab)
         if blocks := self._size[slab]:
             self._classes[blocks].free -= self._mask[slab].bit_count()
         else:
@@ -246,22 +270,27 @@ class Cells:
         parked = slab in self._parked
         self.park(slab)
         self._held[slab] = parked
+        self._idle -= self._free_in(slab)
         return True
 
     def let_go(self, slab: int) -> None:
         """Take from a slab again that was held, unless the file system has no room behind it."""
-        if not self._held.pop(slab):
+        stays = self._held.pop(slab)
+        self._idle += self._free_in(slab)
+        if not stays:
             self._offer(slab)
 
-    def unpark(self) -> None:
-        """Offer every parked slab again; those that somebody holds once they are let go of."""
-        self._held = dict.fromkeys(self._held, False)
-        for slab in self._parked - self._held.keys():
+    def unpark(self, slab: int) -> None:
+        """Offer a parked slab again; one that somebody holds once it is let go of."""
+        if slab in self._held:
+            self._held[slab] = False
+        elif slab in self._parked:
             self._offer(slab)
 
     def _offer(self, slab: int) -> None:
         """Take from this parked slab again."""
         self._parked.discard(slab)
+        self._idle -= self._free_in(slab)
         if blocks := self._size[slab]:
             self._classes[blocks].free += self._mask[slab].bit_count()
             self._list(self._classes[blocks].heap, slab)
@@ -350,9 +379,10 @@ class Cells:
 
     def _check_counts(self) -> list[str]:
         free: dict[int, int] = {}
-        stocked = 0
+        stocked = idle = 0
         for slab, size in enumerate(self._size):
             if slab in self._parked:
+                idle += 0 if slab in self._held else self._free_in(slab)
                 continue
             if size:
                 free[size] = free.get(size, 0) + self._mask[slab].bit_count()
@@ -365,4 +395,6 @@ class Cells:
         ]
         if stocked != self._stocked:
             wrong.append(f"{self._stocked} slabs counted in stock, {stocked} are there")
+        if idle != self._idle:
+            wrong.append(f"{self._idle} free blocks counted in parked slabs, {idle} are there")
         return wrong

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from time import monotonic
 from typing import Any, Final
 
 from kvtier.identity import CacheSpec
+from kvtier.tiers.backing import Backing
 from kvtier.tiers.cells import BLOCK
 from kvtier.tiers.commits import Commits, Op, unheard
 from kvtier.tiers.completions import Completions
@@ -61,7 +61,6 @@ log = logging.getLogger("kvtier.disk")
 
 CHUNK: Final = 128
 """Runs handled before the owner's thread is given back: about a millisecond."""
-UNPARK_S: Final = 30.0
 CLOSE_S: Final = 10.0
 
 Done = Callable[[int | None, str], None]
@@ -105,7 +104,7 @@ class DiskTier(Gauges):
             linger_s=linger_s,
             sync=sync,
         )
-
+        self._backing = Backing(self._cells, self._extents, self._lanes, post)
         self._relocator = Relocator(
             self._ledger, self._catalogue, self._extents, self._lanes, self._reads, self._commits, post
         )
@@ -121,7 +120,6 @@ class DiskTier(Gauges):
         self._epochs = self._catalogue.epochs()
         self._queued = self._heard = 0
         self._loaded = self._closing = False
-        self._parked_at = 0.0
         self._early: set[int] = set()  # runs that were looked up before their turn in loading came
         self._completions = Completions(self._post, self._settled)
         self._health = Health(set_aside=set_aside)
@@ -227,9 +225,8 @@ class DiskTier(Gauges):
         self.refusal = self._refuse(size)
         if self.refusal:
             return False
+        self._backing.look()
         begun = self._ledger.begin(cache, pages, items)
-        if begun is None and self._unpark():
-            begun = self._ledger.begin(cache, pages, items)
         if begun is None:
             self._relocator.make_room(self._ledger.short(cache, items))
             self.refusal = Code.NO_SPACE.value
@@ -246,13 +243,6 @@ class DiskTier(Gauges):
         if not self._loaded:
             return "loading"
         return Code.BUSY.value if self.queue_full(size) else ""
-
-    def _unpark(self) -> bool:
-        """Now and then, try again where the file system had no room."""
-        if not self._cells.parked or monotonic() - self._parked_at < UNPARK_S:
-            return False
-        self._cells.unpark()
-        return True
 
     def _send(self, run: Run, placed: list[Placed], items: Sequence[Item], size: int, done: Done) -> None:
         op = Op([Change(b"runs", run.key, encode_run(run, placed))], keep=False)
@@ -304,12 +294,12 @@ class DiskTier(Gauges):
     def _failed(self, run: Run, writing: Writing) -> None:
         op = writing.op
         self._heard = max(self._heard, op.failure)
-        self._health.ail(op.reason)
         self._health.count(write_errors=1)
         self._ledger.abandon(run, doubtful=op.doubtful)
         if writing.unbacked >= 0:
-            self._cells.park(writing.unbacked)
-            self._parked_at = monotonic()
+            self._backing.lacks(writing.unbacked)
+        else:
+            self._health.ail(op.reason)
 
     # -- freeing ------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ SMALL_IO_BYTES: Final = 512 << 10
 SHARES: Final = 4
 """Calls that a transfer is cut into: fewer would leave lanes idle, more cost a thread's waking each."""
 IO_VIEWS: Final = 512
+SPARE_PARTS: Final = 4
+"""One part in so many of a slab's bytes is left to the catalogue, which changes with all that is stored or freed."""
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -184,13 +186,45 @@ class Extents:
             raise
 
     def back(self, slab: int) -> None:
-        """Have the file system set aside room for a slab, once per process; raises OSError where there is none."""
+        """Have the file system set aside room for a slab, once per process; raises OSError where there is none.
+
+        Where too little would be left for the catalogue there is none.
+        """
         if slab in self._backed:
             return
         with self._backing:
             if slab not in self._backed:
-                self._calls.fallocate(self._fd, slab * self.slab_bytes, self.slab_bytes)
+                self._set_aside(slab * self.slab_bytes)
                 self._backed.add(slab)
+
+    def _set_aside(self, offset: int) -> None:
+        before = self.file_bytes
+        try:
+            self._calls.fallocate(self._fd, offset, self.slab_bytes)
+            room = os.fstatvfs(self._fd)
+            if room.f_bavail * room.f_frsize < self.slab_bytes // SPARE_PARTS and self.file_bytes > before:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if error.errno in NO_ROOM:  # what a file system found before it had no more, the file keeps
+                for hole, size in self._holes(offset):
+                    self._calls.punch(self._fd, hole, size)
+            raise
+
+    def _holes(self, offset: int) -> Iterator[tuple[int, int]]:
+        """(offset, bytes) in the slab that begins there of what was never written to."""
+        at, end = offset, offset + self.slab_bytes
+        while at < end and (hole := os.lseek(self._fd, at, os.SEEK_HOLE)) < end:
+            try:
+                at = os.lseek(self._fd, hole, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # no data behind it
+                    raise
+                at = end
+            yield hole, min(at, end) - hole
+
+    def backed(self, slab: int) -> bool:
+        """Whether this process knows that the file system has room behind a slab."""
+        return slab in self._backed
 
     def discard(self, slab: int, gaps: Iterable[tuple[int, int]]) -> None:
         """Make (offset, bytes) ranges of a slab read as zeros; where they cannot be punched out they are overwritten.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.tiers.backing import Backing
 from kvtier.tiers.catalogue import Catalogue
 from kvtier.tiers.cells import BLOCK, Cells
 from kvtier.tiers.commits import Commits
@@ -14,6 +15,7 @@ from kvtier.tiers.relocate import Relocator
 class Gauges:
     """The readings; DiskTier owns what they are read off."""
 
+    _backing: Backing
     _catalogue: Catalogue
     _cells: Cells
     _commits: Commits
@@ -66,8 +68,18 @@ class Gauges:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes neither used nor pending."""
-        return self.capacity_bytes - self.used_bytes - self.freeing_bytes
+        """Bytes neither used nor pending, where the file system has room for them."""
+        return self.room_bytes - self.used_bytes - self.freeing_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """What of the capacity the file system has room for, as far as it is known."""
+        return self.capacity_bytes - self._cells.parked * BLOCK
+
+    @property
+    def shortages(self) -> int:
+        """How often a write met with no room on the file system."""
+        return self._backing.shortages
 
     @property
     def stats(self) -> dict[str, int]:
