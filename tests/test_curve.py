@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvtier.index.distances import HOT, Distances, Namer, Stack, geometric
 from kvtier.replay.trace import Mix, read
 from kvtier.sizing.curve import Trace, hit_curve
 from kvtier.sizing.replay import lru_hits
+from kvtier.store import curves
 from kvtier.store.curves import SAVED_S, SHARE, Curves
 from kvtier.types import Kind
 from storekit import storing, until
@@ -30,11 +32,17 @@ from tracekit import published, traces
 PAGES = spec((GroupSpec(Kind.FULL, 1, 1, 4096),), page_tokens=1)
 
 
+def whole(steps: Iterator[None]) -> None:
+    """All steps."""
+    for _ in steps:
+        pass
+
+
 def seen_by(trace: Trace, seen: Distances) -> Distances:
     """The whole trace, block numbers as tokens."""
     namer = Namer(1)
     for r in range(len(trace.leaf)):
-        seen.see(namer.names(np.array(trace.path(r), "<i4").tobytes(), 4, 9))
+        whole(seen.see(namer.names(np.array(trace.path(r), "<i4").tobytes(), 4, 9)))
     return seen
 
 
@@ -101,7 +109,7 @@ def test_a_bounded_stack_is_exact_below_its_bound(trace, most, requests):
     """What is forgotten, pages or requests, changes no distance below the bound."""
     stack = Stack(most, 1, 1 << 12)
     for r in range(len(trace.leaf)):
-        stack.touch(trace.path(r))
+        whole(stack.touch(trace.path(r)))
         assert len(stack.owner) <= most
     hits = list(accumulate(stack.hits))
     longest = max(len(trace.path(r)) for r in range(len(trace.leaf)))
@@ -109,7 +117,7 @@ def test_a_bounded_stack_is_exact_below_its_bound(trace, most, requests):
         assert hits[most - 1] == lru_hits(trace, most)
     few = Stack(64, 1, requests)
     for r in range(len(trace.leaf)):
-        few.touch(trace.path(r))
+        whole(few.touch(trace.path(r)))
     assert sum(few.hits) <= lru_hits(trace, 64)
 
 
@@ -121,7 +129,7 @@ def test_above_the_bound_a_sample_is_near():
     for r in range(len(requests.leaf)):
         keys = b"".join([requests.keys[segment] for segment in requests.path(r)])
         if keys:
-            seen.see(namer.names(keys, 4, 9))
+            whole(seen.see(namer.names(keys, 4, 9)))
     total = sum(requests.tokens) / requests.block_tokens
     for percent, lru in {1: 5.35, 5: 19.96, 10: 28.44, 25: 36.04, 50: 37.03}.items():
         (found,) = seen.curve([requests.blocks * percent // 100])
@@ -132,7 +140,7 @@ def test_what_many_requests_begin_with_is_counted_exactly():
     """A system prompt that everybody sends is hot, whatever the sample says of its pages."""
     namer, seen = Namer(1), Distances(256, 32)
     for n in range(distances.HOT + 200):
-        seen.see(namer.names(tokens(1, 2, 3, 4, 1000 + n, page_tokens=1), 4, 9))
+        whole(seen.see(namer.names(tokens(1, 2, 3, 4, 1000 + n, page_tokens=1), 4, 9)))
     assert len(seen._heads.hot) == 4
     assert sum(seen.sampled.hits) == pytest.approx(4 * 200, abs=4 * 32 * 4)
 
@@ -143,7 +151,7 @@ def test_what_turns_hot_is_counted_once_from_then_on():
     common = draw.integers(0, 1 << 62, 64, dtype=np.uint64)
     for n in range(3 * HOT):
         own = draw.integers(0, 1 << 62, 8, dtype=np.uint64)
-        distances.see(np.concatenate((common, own)))
+        whole(distances.see(np.concatenate((common, own))))
         stack, hot = distances.sampled, distances._heads.hot
         assert stack._live.sum() == sum(1 if name in hot else stack.scale for name in stack.owner), n
     assert set(common.tolist()) <= hot
@@ -226,6 +234,30 @@ async def test_a_prompt_of_millions_of_pages_does_not_hold_the_loop():
         pool = next(iter(store.parts.ways.curves.pools.values()))
         await until(lambda: pool.distances.requests == 1)
         assert (pool.skipped, pool.distances.pages) == (1, 3)
+
+
+async def test_a_long_prompt_is_looked_at_in_turns(monkeypatch):
+    """Thousands of its pages take milliseconds: others have the loop in between, and all of it is counted."""
+    monkeypatch.setattr(curves, "TURN_S", 1e-9)  # a step a turn
+    turns, work = [], curves.Curves._work
+
+    def turn(self: Curves) -> None:
+        turns.append(self)
+        self._saved_s = 1.0
+        work(self)
+
+    monkeypatch.setattr(curves.Curves, "_work", turn)
+    async with storing(None, host=16 << 20) as store:
+        engine = Engine(store)
+        await engine.open(PAGES)
+        for _ in range(2):
+            await engine.match(np.arange(8 << 10, dtype="<i4").tobytes())
+        pools = store.parts.ways.curves.pools
+        await until(lambda: pools and next(iter(pools.values())).distances.requests == 2)
+        await until(lambda: not store.parts.ways.curves._waiting)
+        (pool,) = pools.values()
+        assert pool.distances.curve([8 << 10]) == [8 << 10]
+        assert len(turns) >= 4 * (8 << 10) // distances.STEP
 
 
 async def test_a_busy_loop_spends_a_hundredth_on_it():
