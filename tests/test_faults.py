@@ -81,10 +81,10 @@ def test_a_disk_that_gives_errors(tmp_path: Path, calm: Daemon) -> None:
             beside.notices_nothing(resting(engine.process.send_signal))
             fault.unlink()
             eventually(lambda: not disk(daemon)["sick"])
+            eventually(lambda: engine("so_far")["stored"])
             done = engine("rest")
         finally:
             engine.close()
-        assert done["stored"] > 0
         assert done["wrong"] == 0
         assert beside.cache.flush(30.0)
         assert daemon.broken_invariants() == []
@@ -175,10 +175,10 @@ def test_a_device_that_fails(tmp_path: Path, calm: Daemon) -> None:
             beside.notices_nothing(resting(engine.process.send_signal))
             assert beside.put([1, 2, 3]) == 3
             eventually(lambda: disk(daemon)["runs_written"] > stored)
+            eventually(lambda: engine("so_far")["served"])
             done = engine("rest")
         finally:
             engine.close()
-        assert done["served"] > 0
         assert done["wrong"] == 0
         assert daemon.broken_invariants() == []
         assert daemon.stop() == 0
