@@ -195,9 +195,20 @@ def test_layer_types_of_deepseek_v4_mean_the_same_as_its_ratios():
         (gqa(sliding_window=8, sliding_window_pattern=[1]), "sliding_window_pattern"),
         (gqa(model_type="mistral", sliding_window=8, max_position_embeddings="8k"), "max_position_embeddings"),
         (gqa(model_type="nemotron-nas", block_configs=[1, 2]), "block_configs"),
-        (gqa(model_type="nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": "x"}}] * 2),
-         "block_configs"),
+        *((gqa(model_type="nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": group}}] * 2),
+           "block_configs[0].attention.n_heads_in_group") for group in ("x", -4, 10**9)),
+        (gqa(model_type="nemotron-nas",
+             block_configs=[{"attention": {"n_heads_in_group": 1, "window_length": -1}}] * 2),
+         "block_configs[0].attention.window_length"),
         (gqa(model_type="minimax_m3", sparse_attention_config=[1]), "sparse_attention_config"),
+        *((gqa(model_type="minimax_m3", moe_layer_freq=[1, 1],
+               sparse_attention_config={"use_sparse_attention": True, name: wrong}), f"sparse_attention_config.{name}")
+          for name in ("sparse_index_dim", "sparse_topk_blocks", "sparse_block_size") for wrong in ([1], -8)),
+        *((gqa(model_type="kimi_linear", kv_lora_rank=512, qk_rope_head_dim=64, linear_attn_config={
+            "full_attn_layers": [1], "kda_layers": [2], "head_dim": 128, "num_heads": 32, name: wrong}),
+           f"linear_attn_config.{name}")
+          for name, wrong in (("num_heads", [[]]), ("num_heads", -1), ("head_dim", "x"), ("kda_layers", "2"))),
+        (gqa(model_type="mpt", attn_config={"kv_n_heads": -8}), "attn_config.kv_n_heads"),
         (gqa(model_type="mpt", attn_config=5), "attn_config"),
         (gqa(model_type="mpt", attn_config={"kv_n_heads": "x"}), "attn_config.kv_n_heads"),
         (gqa(model_type="nemotron_h", hybrid_override_pattern=5), "hybrid_override_pattern"),

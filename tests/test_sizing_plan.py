@@ -56,6 +56,13 @@ def test_nothing_fits_beside_weights_that_are_too_large():
     assert report.get("ttft_s") > 0.01
 
 
+def test_the_rate_of_prefill_counts_what_is_computed():
+    """A hit makes a prompt cheaper, not the GPU faster: later tokens look back at more, so that it is a little less."""
+    loads = (Load(8192, 512, hit=share) for share in (0.0, 0.9))
+    plain, hit = (fit_report(on("Llama-3.1-8B"), load).get("prefill_tokens_per_s") for load in loads)
+    assert plain / 2 < hit < plain
+
+
 def test_a_running_sequence_needs_gpu_memory():
     """Qwen3-8B at 32,768 tokens needs 4.50 GiB; a pool of 3.58 says no, why, and what would fit."""
     report = fit_report(on("Qwen3-8B"), Load(32_256, 512), int(3.58 * 2**30))

@@ -117,7 +117,8 @@ def read_config(config: Mapping[str, Any], how: Reading = AS_IS, name: str = "")
     used = how.kv_dtype or ("fp8" if reader is latent.deepseek_v4 else "bf16")
     notes += _quantized(config, how.kv_dtype)
     layers = fields.count("num_hidden_layers") or fields.count("decoder_layers") or len(components)
-    return Spec(name or fields.model_type, used, tuple(merge(components)), longest, notes, bound, max(1, layers))
+    heads = fields.count("num_attention_heads") or fields.count("decoder_attention_heads")
+    return Spec(name or fields.model_type, used, tuple(merge(components)), longest, notes, bound, max(1, layers), heads)
 
 
 def upper_bound(fields: Fields, p: Precision) -> list[Component]:

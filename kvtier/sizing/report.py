@@ -76,7 +76,7 @@ SHOW: Final[dict[str, Callable[[Any], str]]] = {
     "%": lambda x: f"{100 * x:.1f} %",
     "x": lambda x: f"{x:.2f}x",
     "$": lambda x: f"${x:,.4g}",
-    "tokens": lambda n: f"{n:,.0f}",
+    "tokens": lambda n: f"{round(n):,}",
 }
 """Unit -> how people read it."""
 
