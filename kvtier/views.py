@@ -89,6 +89,8 @@ def listing(title: str, items: list[Data], columns: list[str] | None = None) -> 
 def pairs(title: str, data: Data) -> Table:
     """A table of names and values, deeper trees flattened to dotted names."""
     table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in _flat(data):
         table.add_row(name, shown(name, value))
     return table
