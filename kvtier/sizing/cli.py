@@ -326,9 +326,8 @@ def seed_command(model_cost: str, as_json: bool) -> None:
 
 
 @click.command("probe", context_settings=_HELP)
-@click.option(
-    "--write", "target", type=click.Path(path_type=Path, dir_okay=False), help=f"TOML file  [{default_hardware()}]"
-)
+@click.option("--write", "target", type=click.Path(path_type=Path, dir_okay=False),
+              help="TOML file  [kvtier/hardware.toml in $XDG_CONFIG_HOME or ~/.config]")  # fmt: skip
 @click.option("--disk", type=click.Path(path_type=Path, file_okay=False, exists=True), default=".", show_default=True,
               help="Folder on the disk to measure.")  # fmt: skip
 @click.option("--peer", help="HOST:PORT of an echo service on another host.")
