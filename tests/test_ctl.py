@@ -362,3 +362,21 @@ def test_amounts_read_as_people_say_them():
         "1.5 GiB",
         "5120.0 TiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        ("#!/bin/sh\necho transformers\n", "msgspec, numpy, xxhash, and not without transformers, got"),
+        ("#!/bin/sh\nexit 1\n", "a Python with torch, transformers, msgspec"),
+        ("no program\n", "a Python that can be run"),
+    ],
+)
+def test_a_python_that_has_no_engine_is_refused_before_anything_is_started(tmp_path, script, complaint):
+    """What it lacks is named; no traceback of what it could not run."""
+    python = tmp_path / "python"
+    python.write_text(script)
+    python.chmod(0o755 if script.startswith("#!") else 0o644)
+    result = ctl("try", "transformers", "--python", str(python))
+    assert (result.exit_code, complaint in result.stderr) == (1, True), result.stderr
+    assert len(result.stderr.splitlines()) == 1
