@@ -25,7 +25,7 @@ from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
-from kvtier.views import amount, listing
+from kvtier.views import amount, listing, shown
 
 VERBS = ("status", "caches", "tree", "ping", "check", "flush")
 SPEC = CacheSpec("[bold]model", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 4096),), adapter="lora")
@@ -362,6 +362,10 @@ def test_amounts_read_as_people_say_them():
         "1.5 GiB",
         "5120.0 TiB",
     ]
+    for name in ("used_bytes", "bytes_read", "packed_bytes_saved", "scattered_bytes.before"):
+        assert shown(name, 2048) == "2.0 KiB"
+    assert shown("moved_bytes", {"to_disk": 2048}) == "to_disk 2.0 KiB"
+    assert shown("queue_pages", 2048) == "2048"
 
 
 @pytest.mark.parametrize(
