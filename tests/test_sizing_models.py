@@ -137,6 +137,11 @@ CASES = {
          "n_groups": 1, "hidden_size": 128}, 0, 2 * (4 * 64 * 16 * 4 + (256 + 32) * 3 * 2)),
     "LFM2's short convolutions": (
         gqa(model_type="lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3), 8 * 64 * 4, 512 * 3 * 2),
+    "short convolutions, attention by number": (
+        gqa(model_type="lfm2", full_attn_idxs=[1, 1], conv_L_cache=3), 8 * 64 * 4, 512 * 3 * 2),
+    "index keys of layers named by type": (
+        gqa(model_type="minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"], index_head_dim=128,
+            index_n_heads=4, index_topk_blocks=16, index_block_size=128), 2 * 8 * 64 * 4 + 128 * 2, 0),
     "T5 keeps the encoder once": (
         {"model_type": "t5", "num_layers": 6, "num_decoder_layers": 2, "num_heads": 8, "d_kv": 64, "d_model": 512,
          "n_positions": 100}, 2 * 8 * 64 * 4, 2 * 100 * 8 * 64 * 4),
@@ -208,6 +213,10 @@ def test_layer_types_of_deepseek_v4_mean_the_same_as_its_ratios():
             "full_attn_layers": [1], "kda_layers": [2], "head_dim": 128, "num_heads": 32, name: wrong}),
            f"linear_attn_config.{name}")
           for name, wrong in (("num_heads", [[]]), ("num_heads", -1), ("head_dim", "x"), ("kda_layers", "2"))),
+        (gqa(model_type="minimax_m3_vl_text", layer_types=["full_attention", "sliding_attention"]), "layer_types[1]"),
+        (gqa(model_type="lfm2_moe", conv_L_cache=3), "layer_types"),
+        *((gqa(model_type="lfm2", conv_L_cache=3, full_attn_idxs=wrong), "full_attn_idxs")
+          for wrong in ([[1]], [2], 1)),
         (gqa(model_type="mpt", attn_config={"kv_n_heads": -8}), "attn_config.kv_n_heads"),
         (gqa(model_type="mpt", attn_config=5), "attn_config"),
         (gqa(model_type="mpt", attn_config={"kv_n_heads": "x"}), "attn_config.kv_n_heads"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from kvtier.sizing.fields import Fields
 from kvtier.sizing.layers import CHUNK, FULL, WINDOW, Precision, owned, schedule
@@ -109,16 +109,24 @@ def nas(f: Fields, p: Precision) -> list[Component]:
 
 def minimax_m3(f: Fields, p: Precision) -> list[Component]:
     """GQA whose sparse layers also keep one index key a token."""
-    sparse = f.within("sparse_attention_config")
     full = layer(p, FULL, (f.heads, f.kv_heads), (f.head_dim,) * 2)
+    if f.get("layer_types") is not None:  # as transformers writes it
+        schedule(f, (FULL,))
+        marks = [kind == "minimax_m3_sparse" for kind in f.listing("layer_types", f.layers)[: f.layers]]
+        return _indexed(p, full, marks, f.whole("index_head_dim", 128),
+                        f.count("index_topk_blocks") * f.count("index_block_size"))  # fmt: skip
+    sparse = f.within("sparse_attention_config")
     if not sparse.get("use_sparse_attention"):
         return [full] * f.layers
     where = sparse.get("sparse_attention_freq") or sparse.get("sparse_disable_index_value") or f.get("moe_layer_freq")
     if not isinstance(where, list) or len(where) < f.layers:
         raise f.refuse("sparse_attention_config.sparse_attention_freq", f"a list of {f.layers} entries")
-    marks = where[: f.layers]
-    dim = sparse.whole("sparse_index_dim", 128)
     reach = sparse.count("sparse_topk_blocks") * sparse.count("sparse_block_size")
+    return _indexed(p, full, where[: f.layers], sparse.whole("sparse_index_dim", 128), reach)
+
+
+def _indexed(p: Precision, full: Component, marks: list[Any], dim: int, reach: int) -> list[Component]:
+    """One layer for each mark: where it is set, queries look at `reach` keys that an index key of width `dim` chose."""
     index = Component("index-key", Rule.LINEAR, 1, p.index_vector(dim, "bf16"))
     return [part for mark in marks for part in ([full._replace(reach=reach), index] if mark else [full])]
 

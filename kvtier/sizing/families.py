@@ -34,6 +34,7 @@ READERS: Final[dict[str, Reader]] = dict.fromkeys(PLAIN, attention.plain) | {
     "nemotron-nas": attention.nas,
     "minimax_m3": attention.minimax_m3,
     "minimax_m3_vl": attention.minimax_m3,
+    "minimax_m3_vl_text": attention.minimax_m3,
     "whisper": attention.encoder_decoder,
     "t5": attention.encoder_decoder,
     "mt5": attention.encoder_decoder,
