@@ -84,9 +84,13 @@ def test_a_split_that_engines_refuse_is_told(run):
     assert "query heads" not in run("size model MiniMax-Text-01 --tp 4")
 
 
-def test_headings_are_whole_however_many_links_there_are(run):
-    """A table with more columns than fit breaks their names, and cuts none."""
+def test_headings_are_whole_however_many_links_there_are(run, monkeypatch):
+    """A table with more columns than fit breaks their names, and cuts none; nor does a narrow terminal."""
     assert "\u2026" not in run("size breakeven Qwen3-8B")
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = run("size breakeven Qwen3-8B")
+    assert "worth_keeping_object_s " in narrow
+    assert "\u2026" not in narrow
 
 
 def test_no_room_for_kv_is_told(run):

@@ -195,6 +195,9 @@ def render(report: Report) -> None:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 140
     grid = Grid(title=report.title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    grid.add_column(no_wrap=True)
+    for _ in range(3):
+        grid.add_column(overflow="fold")
     for value in report.values:
         tag = value.source.value
         grid.add_row(
