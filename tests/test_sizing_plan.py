@@ -24,6 +24,7 @@ from kvtier.sizing.html import trace_page
 from kvtier.sizing.linkfit import Fitted, Measured, Sample, fit_link, replace_tables, sweep_sizes, toml_of
 from kvtier.sizing.models import load
 from kvtier.sizing.plan import Deployment
+from kvtier.sizing.report import show
 from kvtier.sizing.tierplan import Asked, tiers_report
 from kvtier.sizing.tiers import Flow, Held, Tier, hold, rates, wait_seconds
 from kvtier.types import KvtierError
@@ -456,6 +457,12 @@ def test_weights_may_be_given():
     bare = on("Llama-3.1-8B")
     with pytest.raises(KvtierError, match="weights"):
         bare._replace(model=bare.model._replace(params=0.0)).weights_bytes()
+
+
+@pytest.mark.parametrize(("dollars", "shown"), [(18_090.4, "$18,090"), (191.23, "$191.2"), (0.03951, "$0.03951")])
+def test_dollars_are_as_people_write_them(dollars, shown):
+    """Thousands without a power of ten."""
+    assert show(dollars, "$") == shown
 
 
 def test_reports_are_json_with_a_source_for_each_number():
