@@ -69,8 +69,9 @@ def test_engines_names_of_precisions_are_understood(run):
         assert json.loads(run(f"size model Llama-3.1-8B --kv-dtype {given} --json"))["kv_dtype"] == used
 
 
-def test_tokens_are_echoed_as_the_integer_used(run):
-    """128k is 128000 in the answer."""
+def test_tokens_are_echoed_as_the_integer_used(run, monkeypatch):
+    """128k is 128000 in the answer, and what is too large for a float is whole."""
+    monkeypatch.setenv("COLUMNS", "120")
     assert json.loads(run("size model Llama-3.1-8B --tokens 128k --json"))["tokens"] == 128_000
     many = 2**60 + 1
     assert f"{many:,}" in run(f"size model Llama-3.1-8B --tokens {many}")
