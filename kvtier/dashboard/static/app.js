@@ -73,12 +73,14 @@ function table(id, heads, rows, empty) {
 function showTiers(tiers) {
   const fastestFirst = TIERS.filter((name) => tiers[name]).map((name) => [name, tiers[name]]);
   at("tiers").replaceChildren(...fastestFirst.map(([name, tier]) => {
-    const total = tier.budget_bytes || tier.capacity_bytes || 0;
+    const lacking = tier.parked_bytes || 0; // what the file system has no room for
+    const total = (tier.budget_bytes || tier.capacity_bytes || 0) - lacking;
     const used = total - tier.free_bytes;
     const share = total ? used / total : 0;
     const fill = make("i", { class: `i-${name}` });
     fill.style.width = `${100 * share}%`;
-    const state = tier.sick ? ` – ${tier.sick}` : tier.state && tier.state !== "ready" ? ` – ${tier.state}` : "";
+    const short = lacking ? ` – no room on the file system for ${bytes(lacking)} more` : "";
+    const state = tier.sick ? ` – ${tier.sick}` : tier.state && tier.state !== "ready" ? ` – ${tier.state}` : short;
     return make("div", { class: "tier" },
       make("div", {}, make("strong", {}, name + state), make("span", {}, `${bytes(used)} of ${bytes(total)} (${percent(share)})`)),
       make("div", { class: "track", role: "meter", "aria-label": `${name} used`, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": Math.round(100 * share) }, fill));
