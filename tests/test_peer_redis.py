@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -12,8 +13,8 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,13 @@ from kvtier import wire
 from kvtier.config import load
 from kvtier.demo.daemon import Daemon
 from kvtier.depots import Redis as Settings
+from kvtier.peer.base import Shared, Source
 from kvtier.peer.depot import Depot
 from kvtier.peer.redis import Login, RedisShelf
+from kvtier.peer.resp import Line
 from kvtier.peer.secrets import read
-from kvtier.peer.shelf import item_name, marks
+from kvtier.peer.shelf import Want, item_name, marks
+from kvtier.peer.terms import MAX_OPS
 from kvtier.types import KvtierError
 from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, page, right, sums_of
 from sharedkit import REDIS, Proxy, Redis, needs_redis
@@ -432,3 +436,48 @@ def test_a_file_of_credentials_that_others_can_read_is_refused(tmp_path: Path) -
         with pytest.raises(KvtierError) as refused:
             Settings("127.0.0.1:1", credentials=str(file)).shelf(1.0, Counter())
         assert "s3cret" not in str(refused.value)
+
+
+async def test_who_waits_while_others_move_bytes_has_its_deadline_after_that(tmp_path: Path, monkeypatch) -> None:
+    """Eight transfers take longer than a deadline: those behind them bring their pages too, and no server is blamed."""
+    number, real = itertools.count(), Line.read
+
+    def slow(line: Line, wants: Sequence[Want]) -> list[bool | None]:
+        if next(number) < MAX_OPS:
+            time.sleep(0.6)
+            line.until += 0.6
+        return real(line, wants)
+
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=0.3), 0.3) as tier:
+            await until(tier.answers)
+            shared = tier.shared(SPEC, "uid:0", 0)
+            for path in PATHS[:12]:
+                await given_soon(tier, shared, path)
+            monkeypatch.setattr(Line, "read", slow)
+            assert await asyncio.gather(*(fetched(tier, shared, path) for path in PATHS[:12])) == [5] * 12
+            assert (tier.counts["peer_busy"], tier.counts["peer_down"]) == (0, 0)
+
+
+async def test_who_waits_in_vain_for_a_turn_at_a_shared_store_is_a_miss(tmp_path: Path) -> None:
+    """All that may be under way hangs: others get nothing after ten deadlines, and give nothing."""
+    with Redis(tmp_path) as server:
+        async with (
+            sharing(tmp_path, RedisShelf([server.address], deadline_s=0.1), 0.1) as tier,
+            AsyncExitStack() as held,
+        ):
+            await until(tier.answers)
+            shared = tier.shared(SPEC, "uid:0", 0)
+            (source,) = await _sources(tier, shared)
+            for _ in range(MAX_OPS):
+                await held.enter_async_context(tier.turn())
+            assert await tier.offer("redis", shared, PATHS[0], ()) is None
+            assert await source.fetch(blank(range(2))) == [None, None]
+            assert tier.counts["peer_busy"] == 2
+            assert tier.answers()
+
+
+async def _sources(tier: Depot, shared: Shared) -> list[Source]:
+    """Who has the first path, once it was given."""
+    await given_soon(tier, shared, PATHS[0])
+    return await tier.find(shared, PATHS[0], 0)

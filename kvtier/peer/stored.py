@@ -49,7 +49,10 @@ class DepotSource:
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
         """See Source."""
-        found = await self._fetch(places)
+        async with self._depot.turn() as mine:
+            found: list[int | None] = [None] * len(places)
+            if mine:
+                found = await self._fetch(places)
         return found if self._life.ended == self._depot.generations.ended else [None] * len(places)
 
     async def _fetch(self, places: Sequence[Place]) -> list[int | None]:
@@ -65,7 +68,7 @@ class DepotSource:
                 mine = pieces(names[at], head, places[at], states[at])
                 wants += mine
                 owner += [at] * len(mine)
-        done = await shelf.read(wants, depot.until(sum(want.nbytes for want in wants))) if wants else []
+        done = await shelf.read(wants, depot.until(2 * sum(want.nbytes for want in wants))) if wants else []
         failed = {at: ok for at, ok in zip(owner, done, strict=True) if not ok}
         out: list[int | None] = [None] * len(places)
         spoilt: list[str] = []
@@ -147,6 +150,13 @@ class DepotSink:
 
     async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
         """See Sink."""
+        async with self._depot.turn() as mine:
+            if not mine:
+                raise OSError("too much is under way with the shared store")
+            return await self._send(places, sums)
+
+    async def _send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
+        """Write the bytes, then the heads."""
         depot, shelf, spec = self._depot, self._depot.shelf, self._shared.spec
         until = depot.until(2 * nbytes_of(spec, [(place.group, place.page) for place in places]))
         heads: list[Want] = []
