@@ -651,6 +651,33 @@ def test_certificates_come_all_three_or_none_and_a_rate_that_serves() -> None:
         assert refused.value.field == field
 
 
+async def test_pages_that_wait_for_room_here_longer_than_the_peer_are_asked_for_again(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """They are on their way with the answer, into small buffers: nobody is blamed, and they come the second time."""
+    real = Pipe.__init__
+
+    def narrow(pipe: Pipe, sock: socket.socket, **more: object) -> None:
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, 32 << 10)
+        real(pipe, sock, **more)
+
+    monkeypatch.setattr(Pipe, "__init__", narrow)
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 0.4), Terms("far", secrets, 0.4)) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        await take(tier, PATH, 9)
+        (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0)
+        assert source._load is not None
+        await asyncio.sleep(1.2)
+        places = [Place(0, at, [np.zeros(PAGE, np.uint8)]) for at in range(9)]
+        assert None not in await source.fetch(places)
+        source.close()
+        assert all(np.array_equal(place.views[0], smooth(place.page)) for place in places)
+        assert tier.counts["peer_failures"] == 0
+
+
 # -- turns -------------------------------------------------------------------------------------------------------------
 
 

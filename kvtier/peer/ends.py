@@ -83,6 +83,7 @@ class DirectSource(_Held):
         super().__init__(tier, peer, pipe, shared, keys)
         self.pages = pages
         self._picks, self._load = picks, load
+        self._fresh_until = time.monotonic() + tier.terms.deadline_s / 2
         self._lacking = lacking
         self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
 
@@ -103,9 +104,12 @@ class DirectSource(_Held):
         return out
 
     def _unusable(self, picks: tuple[Pick, ...]) -> bool:
-        """Whether other items come than these, or the peer hung up: others were fetched from for long."""
+        """Whether other items come than these, or the peer hung up: others were fetched from for long.
+
+        What comes already is not waited for long there: after half of that time it is asked for again.
+        """
         if self._load is not None:
-            return self._picks != picks
+            return self._picks != picks or time.monotonic() > self._fresh_until
         return not self._shared.spec.keyed and not self._open().stream.quiet
 
     async def _again(self) -> None:
