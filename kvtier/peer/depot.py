@@ -171,6 +171,9 @@ class Depot:
         """See PeerTier: everything goes to the store."""
         return [(self.shelf.name, len(keys) // shared.spec.stride)]
 
+    def gave_up(self) -> None:
+        """See PeerTier: a store gets what is computed once it answers."""
+
     def moves(self) -> Move | None:
         """See PeerTier: the store is home of everything, whoever comes and goes."""
         return None

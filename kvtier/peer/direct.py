@@ -228,6 +228,11 @@ class Direct:
         """See PeerTier."""
         return [name for name in self._members.homes(ring.key_name(shared, group, key)) if name != self.name]
 
+    def gave_up(self) -> None:
+        """See PeerTier."""
+        for node in self._nodes.values():
+            node.missed |= not node.up
+
     def moves(self) -> Move | None:
         """See PeerTier."""
         return self._members.look(self._nodes.values())

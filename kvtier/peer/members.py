@@ -41,7 +41,7 @@ class Members:
         return found[at:] + found[:at]
 
     def look(self, nodes: Collection[Node]) -> Move | None:
-        """What changed since the last look: who is away, who is back or was started again; None: nothing."""
+        """What changed since the last look: who is away, and who is back, was started again or missed some."""
         away = frozenset(node.name for node in nodes if node.away)
         fresh = {name for name in self._away if name not in away}
         for node in nodes:
@@ -49,6 +49,9 @@ class Members:
                 if self._lives.setdefault(node.name, node.incarnation) != node.incarnation:
                     fresh.add(node.name)
                 self._lives[node.name] = node.incarnation
+            if node.missed and node.up:
+                node.missed = False
+                fresh.add(node.name)
         if away == self._away and not fresh:
             return None
         move = Move(tuple(self._present), frozenset(fresh))

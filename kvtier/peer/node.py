@@ -54,6 +54,8 @@ class Node:
         self.counts = counts
         self.lacked = True
         """Whether it lacked something of the path that it was offered last."""
+        self.missed = False
+        """Whether something that it was to get was given up while it did not answer."""
         self._grace_s = grace_s
         self._since = time.monotonic()
         """When it was up last, while it is not."""
