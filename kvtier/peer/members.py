@@ -6,6 +6,7 @@ again. Each host goes by what it sees itself; where two see it differently, a pr
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Sequence
 
@@ -15,6 +16,8 @@ from kvtier.peer import ring
 from kvtier.peer.base import Move, Shared
 from kvtier.peer.fame import Fame
 from kvtier.peer.node import Node
+
+_log = logging.getLogger("kvtier.peer")
 
 
 class Members:
@@ -54,6 +57,10 @@ class Members:
                 fresh.add(node.name)
         if away == self._away and not fresh:
             return None
+        for name in away - self._away:
+            _log.warning("peer %s has been down for too long: others are homes in its place", name)
+        if fresh:
+            _log.info("pages are given to peers that may lack them: %s", ", ".join(sorted(fresh)))
         move = Move(tuple(self._present), frozenset(fresh))
         self._away = away
         self._present = [name for name in self.names if name not in away]
