@@ -38,6 +38,7 @@ from kvtier.store.vram import DeviceMemory
 from kvtier.store.ways import Ways
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
+from kvtier.turns import short_turns
 from kvtier.types import KvtierError
 
 KEEP_BYTES: Final = 64 << 20
@@ -98,6 +99,7 @@ async def serve(config: Config, again: Callable[[], Config]) -> None:
     gc.collect()
     gc.freeze()
     companions = Companions(config.http.port, config.engine_socket, config.admin_socket, config.otel.endpoint)
+    short_turns()  # after its threads were begun, which copy: theirs are as they were
     notify("READY=1")
     _log.info("serving %s, operators at %s", config.engine_socket, config.admin_socket)
     await stop.wait()

@@ -41,17 +41,16 @@ def plain(text: str) -> str:
 
 def shown(name: str, value: Any) -> str:
     """One value, by what its name says it is."""
-    last = name.rsplit(".", 1)[-1]
     if value is None:
         return "-"
-    if (last.endswith("_bytes") or last.startswith("bytes")) and isinstance(value, int | float):
+    if isinstance(value, int | float) and any("bytes" in part.split("_") for part in name.split(".")):
         return amount(value)
     if isinstance(value, float):
         return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
     if isinstance(value, list):
         return plain(", ".join(map(str, value)))
     if isinstance(value, dict):
-        return ", ".join(f"{key} {shown(last, part)}" for key, part in value.items())
+        return ", ".join(f"{key} {shown(name, part)}" for key, part in value.items())
     return plain(str(value))
 
 
@@ -89,6 +88,8 @@ def listing(title: str, items: list[Data], columns: list[str] | None = None) -> 
 def pairs(title: str, data: Data) -> Table:
     """A table of names and values, deeper trees flattened to dotted names."""
     table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in _flat(data):
         table.add_row(name, shown(name, value))
     return table

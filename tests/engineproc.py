@@ -159,6 +159,10 @@ class Process:
             self.counts["served"] += served["pages"]
             self.counts["wrong"] += served["pages"] - served["right"]
 
+    def so_far(self, _: list[int]) -> dict[str, Any]:
+        """Pages stored and served while it churns."""
+        return {"stored": 0, "served": 0} | self.counts
+
     def rest(self, _: list[int]) -> dict[str, Any]:
         """Stop churning; pages stored and served so far, and of these how many were wrong."""
         self.resting.set()

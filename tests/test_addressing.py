@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvtier.client import AsyncClient, Client, page_keys
+from kvtier.control.address import _named
 from kvtier.control.cost import priced, total
 from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
@@ -18,7 +19,7 @@ from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Path
 from kvtier.store.requests import MOST_REQUESTS, Requests
-from kvtier.types import Kind
+from kvtier.types import Kind, KvtierError
 
 GROUP = GroupSpec(Kind.FULL, 1, 1, 4096)
 SPEC = CacheSpec("m", b"f" * 16, "bf16", 4, (GROUP,))
@@ -249,6 +250,15 @@ def test_key_files_may_be_json(keyed, tmp_path):
     assert bench.ctl("explain", "--keys", str(file), "--group", "1")["present_pages"] == 2
     file.write_text("[1, {]")
     assert bench.run("explain", "--keys", str(file)).exit_code == 1
+
+
+def test_standard_input_is_called_so_and_may_be_closed(monkeypatch):
+    """What is wrong with - is said of standard input; without one there are no tokens."""
+    wrong = CliRunner().invoke(main, ["explain", "--tokens", "-"], input="1 2 x")
+    assert (wrong.exit_code, "standard input: expected" in wrong.stderr) == (1, True)
+    monkeypatch.setattr("kvtier.control.address.sys.stdin", None)
+    with pytest.raises(KvtierError, match="--tokens: expected at least one token"):
+        _named("", "", "", "-", None, None, None, "", None, (), 0)
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
-from kvtier.views import amount, status
+from kvtier.views import amount, listing, shown, status
 
 VERBS = ("status", "caches", "tree", "ping", "check", "flush")
 SPEC = CacheSpec("[bold]model", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 4096),), adapter="lora")
@@ -118,11 +118,11 @@ def test_ping_check_and_flush_answer(served):
     where, _ = served
     assert len(parsed(ctl(*where, "ping", "--count", "3", "--json"))["round_trips_us"]) == 3
     assert ctl(*where, "ping").stdout.endswith(" us\n")
+    assert parsed(ctl(*where, "flush", "--json")) == {"durable": True}
+    assert ctl(*where, "flush").stdout == "durable\n"
     checked = parsed(ctl(*where, "check", "--json"))
     assert (checked["broken"], checked["changed"], checked["healthy"]) == ([], [], True)
     assert ctl(*where, "check").stdout == "ok\n"
-    assert parsed(ctl(*where, "flush", "--json")) == {"durable": True}
-    assert ctl(*where, "flush").stdout == "durable\n"
 
 
 def answer(listener: socket.socket, reply: wire.Message, times: int) -> None:
@@ -197,7 +197,18 @@ def test_an_answer_that_comes_in_drops_is_late_too(tmp_path):
     assert (result.exit_code, "timed out" in result.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("words", [["status"], ["ping"], ["status", "--json"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status"],
+        ["ping"],
+        ["status", "--json"],
+        ["policies"],
+        ["size", "model", "Qwen3-8B"],
+        ["size", "seed", "--json"],
+    ],
+    ids=" ".join,
+)
 def test_a_full_disk_is_not_the_daemons_silence(served, words):
     """What takes the output is full: code 1 and a line, not 2; where there is no output at all, nothing is wrong."""
     where, _ = served
@@ -242,6 +253,16 @@ def test_what_other_verbs_name_things_by_is_whole(served, tmp_path, columns):
     shown = CliRunner().invoke(main, [*where, "pins"], env=narrow).stdout
     assert f" {pin} " in shown
     assert "8.0 KiB" in shown
+
+
+@pytest.mark.parametrize("width", [24, 60])
+def test_what_does_not_fit_in_a_line_goes_on_in_the_next(monkeypatch, capsys, width):
+    """A request's id may be as long as an engine likes: it is broken, and no part of it is cut off."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "".join(map(str, range(70)))
+    listing("requests", [{"request": name, "pages": 7}])
+    shown = capsys.readouterr().out
+    assert "".join(row.split("│")[2].strip() for row in shown.splitlines() if "│" in row).startswith(name)
 
 
 @pytest.mark.parametrize("text", ["[1, 1.5]", "[1e400]", "[true]", "[[1]]", "1 x", '["1"]', "{}"])
@@ -355,3 +376,25 @@ def test_amounts_read_as_people_say_them():
         "1.5 GiB",
         "5120.0 TiB",
     ]
+    for name in ("used_bytes", "bytes_read", "packed_bytes_saved", "scattered_bytes.before"):
+        assert shown(name, 2048) == "2.0 KiB"
+    assert shown("moved_bytes", {"to_disk": 2048}) == "to_disk 2.0 KiB"
+    assert shown("queue_pages", 2048) == "2048"
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        ("#!/bin/sh\necho transformers\n", "msgspec, numpy, xxhash, and not without transformers, got"),
+        ("#!/bin/sh\nexit 1\n", "a Python with torch, transformers, msgspec"),
+        ("no program\n", "a Python that can be run"),
+    ],
+)
+def test_a_python_that_has_no_engine_is_refused_before_anything_is_started(tmp_path, script, complaint):
+    """What it lacks is named; no traceback of what it could not run."""
+    python = tmp_path / "python"
+    python.write_text(script)
+    python.chmod(0o755 if script.startswith("#!") else 0o644)
+    result = ctl("try", "transformers", "--python", str(python))
+    assert (result.exit_code, complaint in result.stderr) == (1, True), result.stderr
+    assert len(result.stderr.splitlines()) == 1

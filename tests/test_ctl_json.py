@@ -60,6 +60,28 @@ def test_every_verb_takes_json_and_wrong_usage_is_json(words):
     error = json.loads(result.stdout)["error"]
     assert error["code"] == "usage"
     assert "--no-such-option" in error["message"]
+    assert error["field"] == "--no-such-option"
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("ping", "--count", "0"), "--count"),
+        (("flush", "--wait", "nan"), "--wait"),
+        (("explain", "--request", "r1", "--prefill-tokens-per-s", "nan"), "--prefill-tokens-per-s"),
+        (("explain", "--request", "r1", "--rate", "moon=1GB/s"), "--rate"),
+        (("size", "fit", "Qwen3-8B", "--hit", "nan"), "--hit"),
+        (("size", "trace", __file__, "--model", "Qwen3-8B", "--warmup", "nan"), "--warmup"),
+        (("import", "/nowhere"), "file"),
+        (("ping", "--count"), "--count"),
+        (("status", "more"), ""),
+    ],
+)
+def test_wrong_usage_names_the_option(words, field):
+    """As the command line has it; none where it is about none."""
+    result = CliRunner().invoke(main, [*words, "--json"])
+    assert result.exit_code == 2, result.output
+    assert json.loads(result.stdout)["error"]["field"] == field
 
 
 @pytest.mark.parametrize("words", [w for w in VERBS if w[0] not in LOCAL | WITHOUT], ids=" ".join)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvtier.index.distances import HOT, Distances, Namer, Stack, geometric
 from kvtier.replay.trace import Mix, read
 from kvtier.sizing.curve import Trace, hit_curve
 from kvtier.sizing.replay import lru_hits
+from kvtier.store import curves
 from kvtier.store.curves import SAVED_S, SHARE, Curves
 from kvtier.types import Kind
 from storekit import storing, until
@@ -30,11 +32,17 @@ from tracekit import published, traces
 PAGES = spec((GroupSpec(Kind.FULL, 1, 1, 4096),), page_tokens=1)
 
 
+def whole(steps: Iterator[None]) -> None:
+    """All steps."""
+    for _ in steps:
+        pass
+
+
 def seen_by(trace: Trace, seen: Distances) -> Distances:
     """The whole trace, block numbers as tokens."""
     namer = Namer(1)
     for r in range(len(trace.leaf)):
-        seen.see(namer.names(np.array(trace.path(r), "<i4").tobytes(), 4, 9))
+        whole(seen.see(namer.names(np.array(trace.path(r), "<i4").tobytes(), 4, 9)))
     return seen
 
 
@@ -101,7 +109,7 @@ def test_a_bounded_stack_is_exact_below_its_bound(trace, most, requests):
     """What is forgotten, pages or requests, changes no distance below the bound."""
     stack = Stack(most, 1, 1 << 12)
     for r in range(len(trace.leaf)):
-        stack.touch(trace.path(r))
+        whole(stack.touch(trace.path(r)))
         assert len(stack.owner) <= most
     hits = list(accumulate(stack.hits))
     longest = max(len(trace.path(r)) for r in range(len(trace.leaf)))
@@ -109,7 +117,7 @@ def test_a_bounded_stack_is_exact_below_its_bound(trace, most, requests):
         assert hits[most - 1] == lru_hits(trace, most)
     few = Stack(64, 1, requests)
     for r in range(len(trace.leaf)):
-        few.touch(trace.path(r))
+        whole(few.touch(trace.path(r)))
     assert sum(few.hits) <= lru_hits(trace, 64)
 
 
@@ -121,7 +129,7 @@ def test_above_the_bound_a_sample_is_near():
     for r in range(len(requests.leaf)):
         keys = b"".join([requests.keys[segment] for segment in requests.path(r)])
         if keys:
-            seen.see(namer.names(keys, 4, 9))
+            whole(seen.see(namer.names(keys, 4, 9)))
     total = sum(requests.tokens) / requests.block_tokens
     for percent, lru in {1: 5.35, 5: 19.96, 10: 28.44, 25: 36.04, 50: 37.03}.items():
         (found,) = seen.curve([requests.blocks * percent // 100])
@@ -132,7 +140,7 @@ def test_what_many_requests_begin_with_is_counted_exactly():
     """A system prompt that everybody sends is hot, whatever the sample says of its pages."""
     namer, seen = Namer(1), Distances(256, 32)
     for n in range(distances.HOT + 200):
-        seen.see(namer.names(tokens(1, 2, 3, 4, 1000 + n, page_tokens=1), 4, 9))
+        whole(seen.see(namer.names(tokens(1, 2, 3, 4, 1000 + n, page_tokens=1), 4, 9)))
     assert len(seen._heads.hot) == 4
     assert sum(seen.sampled.hits) == pytest.approx(4 * 200, abs=4 * 32 * 4)
 
@@ -143,7 +151,7 @@ def test_what_turns_hot_is_counted_once_from_then_on():
     common = draw.integers(0, 1 << 62, 64, dtype=np.uint64)
     for n in range(3 * HOT):
         own = draw.integers(0, 1 << 62, 8, dtype=np.uint64)
-        distances.see(np.concatenate((common, own)))
+        whole(distances.see(np.concatenate((common, own))))
         stack, hot = distances.sampled, distances._heads.hot
         assert stack._live.sum() == sum(1 if name in hot else stack.scale for name in stack.owner), n
     assert set(common.tolist()) <= hot
@@ -228,6 +236,30 @@ async def test_a_prompt_of_millions_of_pages_does_not_hold_the_loop():
         assert (pool.skipped, pool.distances.pages) == (1, 3)
 
 
+async def test_a_long_prompt_is_looked_at_in_turns(monkeypatch):
+    """Thousands of its pages take milliseconds: others have the loop in between, and all of it is counted."""
+    monkeypatch.setattr(curves, "TURN_S", 1e-9)  # a step a turn
+    turns, work = [], curves.Curves._work
+
+    def turn(self: Curves) -> None:
+        turns.append(self)
+        self._saved_s = 1.0
+        work(self)
+
+    monkeypatch.setattr(curves.Curves, "_work", turn)
+    async with storing(None, host=16 << 20) as store:
+        engine = Engine(store)
+        await engine.open(PAGES)
+        for _ in range(2):
+            await engine.match(np.arange(8 << 10, dtype="<i4").tobytes())
+        pools = store.parts.ways.curves.pools
+        await until(lambda: pools and next(iter(pools.values())).distances.requests == 2)
+        await until(lambda: not store.parts.ways.curves._waiting)
+        (pool,) = pools.values()
+        assert pool.distances.curve([8 << 10]) == [8 << 10]
+        assert len(turns) >= 4 * (8 << 10) // distances.STEP
+
+
 async def test_a_busy_loop_spends_a_hundredth_on_it():
     """However many long prompts come, what the curve takes is its share of the time, and what was saved up."""
     async with storing(None, host=16 << 20) as store:
@@ -258,10 +290,10 @@ def test_operators_see_the_curve(daemon):
         )
         assert result.exit_code == 0, result.output
         pools = json.loads(result.output)["pools"]
-        if pools and pools[0]["requests"] == 4:
+        if pools and pools[0]["points"] and pools[0]["points"][-1]["hit_ratio"] == 0.75:  # counted in turns
             break
     (pool,) = pools
-    assert pool["pages_asked"] == 40
+    assert (pool["requests"], pool["pages_asked"]) == (4, 40)
     assert pool["points"][-1]["hit_ratio"] == pytest.approx(0.75)
     assert pool["added"][0]["bytes"] == pool["now"][0]["bytes"] + (1 << 30)
     assert pool["points"][0]["hit_ratio"] == pytest.approx(0.075)
@@ -271,6 +303,8 @@ def test_operators_see_the_curve(daemon):
     shown = runner.invoke(main, ["--socket", str(daemon.socket.with_name("admin.sock")), "curve"])
     assert "75.00 %" in shown.output
     assert "#" * 40 in shown.output
+    plot = [line for line in shown.output.splitlines() if "|" in line]
+    assert ["75.00 %" in line for line in plot] == [False] * (len(plot) - 1) + [True]  # more room changes nothing
     assert (
         runner.invoke(
             main, ["--socket", str(daemon.socket.with_name("admin.sock")), "curve", "--add", "much"]

@@ -23,6 +23,7 @@ from kvtier.client import Client, page_keys
 from kvtier.config import load, settings, size, strangers, variable
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
+from kvtier.turns import TURN_NS, turn_ns
 from kvtier.types import Code, Kind, KvtierError
 
 DEADLINE = 20.0
@@ -328,3 +329,13 @@ def test_the_state_folder_follows_the_rule(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert paths.state_path({"XDG_STATE_HOME": str(tmp_path)}) == tmp_path / "kvtier"
     assert paths.state_path({}) == Path.home() / ".local" / "state" / "kvtier"
+
+
+@pytest.mark.skipif(not turn_ns(), reason="this kernel gives no turns of their own to threads")
+def test_the_serving_thread_has_short_turns_and_threads_that_copy_keep_theirs(daemon):
+    """Beside busy engines it is woken sooner; whoever copies for long is not interrupted more often."""
+    threads = [int(each.name) for each in Path(f"/proc/{daemon.pid}/task").iterdir()]
+    turns = {each: turn_ns(each) for each in threads}
+    assert turns.pop(daemon.pid) == TURN_NS
+    assert turn_ns() in turns.values()
+    assert os.getpriority(os.PRIO_PROCESS, daemon.pid) == os.getpriority(os.PRIO_PROCESS, 0)

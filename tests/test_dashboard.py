@@ -140,7 +140,7 @@ def test_anybody_sees_numbers_and_the_operator_alone_sees_tokens(board: Board) -
 
 
 def test_kvtierctl_prints_the_address_with_the_token(board: Board, tmp_path: Path) -> None:
-    """For whoever may read the file; where there is none, it says so."""
+    """For whoever may read the file; where there is none, or no daemon that it is of any more, it says so."""
     ctl = [sys.executable, "-m", "kvtier.ctl", "--socket", str(board.address_path.with_name("admin.sock")), "dashboard"]
     said = json.loads(subprocess.run([*ctl, "--json"], check=True, capture_output=True, text=True).stdout)
     assert said == {"url": f"http://127.0.0.1:{board.port}/#token={board.token}"}
@@ -148,6 +148,12 @@ def test_kvtierctl_prints_the_address_with_the_token(board: Board, tmp_path: Pat
     gone = subprocess.run([*ctl, "--json"], capture_output=True, text=True)
     assert gone.returncode == 1
     assert "dashboard.url" in gone.stdout + gone.stderr
+    left = tmp_path / "left"
+    left.mkdir()
+    (left / "dashboard.url").write_text(said["url"])
+    ctl[4] = str(left / "admin.sock")
+    dead = subprocess.run(ctl, capture_output=True, text=True)
+    assert (dead.returncode, dead.stdout, "no daemon" in dead.stderr) == (2, "", True)
 
 
 def test_pins_are_changed_with_the_token_alone(board: Board) -> None:

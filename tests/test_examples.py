@@ -13,21 +13,26 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from enginekv import EngineKv, Shape
 from kvtier import config
 from kvtier.client import Client, page_keys
+from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
 from kvtier.device.host import HostBuffer, HostDevice
 from kvtier.identity import CacheSpec, GroupSpec
+from kvtier.policy import load
 from kvtier.sizing.hardware import Hardware
-from kvtier.types import Kind
+from kvtier.types import Kind, Tier
 from test_commands import ALL, ROOT, fences
+from test_sizing_cli import requests
 from vllmkit import PYTHON as VLLM
 from vllmkit import environment, needs_vllm
 
@@ -203,7 +208,7 @@ def test_settings_in_the_documents_are_taken(tmp_path: Path, page: str) -> None:
 def test_every_python_block_is_run_below() -> None:
     """One more block fails here until there is a test that runs it."""
     counts = {path.name: len(blocks(path.name, "python")) for path, kind, _ in fences() if kind == "python"}
-    assert counts == {"README.md": 1, "engines.md": 3, "gpu.md": 2}
+    assert counts == {"README.md": 1, "engines.md": 3, "gpu.md": 2, "operating.md": 1}
 
 
 def run(text: str, space: dict[str, Any]) -> dict[str, Any]:
@@ -338,3 +343,18 @@ def test_running_pages_as_the_page_on_gpus_has_them(tmp_path: Path) -> None:
             },
         )  # fmt: skip
         assert cache.match(b"".join(keys)).pages == 4
+
+
+def test_a_policy_of_ones_own_as_the_guide_has_it(tmp_path: Path) -> None:
+    """The file is taken as a policy, ranks as it says, and is replayed beside LRU."""
+    (tmp_path / "dear.py").write_text(blocks("operating.md", "python")[0])
+    (tmp_path / "TRACE").write_text(requests(10, 3))
+    words = ["replay", str(tmp_path / "TRACE"), "--policy", str(tmp_path / "dear.py"), "--policy", "lru", "--json"]
+    done = CliRunner().invoke(main, [*words, "--capacity", "20%"])
+    assert done.exit_code == 0, done.output
+    own, lru = json.loads(done.stdout)
+    assert own["requests"] == lru["requests"] == 30
+    ranks = load(str(tmp_path / "dear.py"))(Tier.HOST)
+    old_and_deep, young = SimpleNamespace(time=0.0, depth=1000), SimpleNamespace(time=59.0, depth=0)
+    assert ranks.rank(None, old_and_deep) > ranks.rank(None, young)
+    assert config.load(None, {"KVTIER_POLICY": str(tmp_path / "dear.py")}).policy == str(tmp_path / "dear.py")

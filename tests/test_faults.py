@@ -42,6 +42,13 @@ def disk(daemon: Daemon) -> dict[str, Any]:
     return ctl(daemon, "status")["tiers"]["disk"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def first() -> Iterator[None]:
+    """Before all else on the cores."""
+    with faultkit.first():
+        yield
+
+
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """A daemon that nothing happens to."""
@@ -74,10 +81,10 @@ def test_a_disk_that_gives_errors(tmp_path: Path, calm: Daemon) -> None:
             beside.notices_nothing(resting(engine.process.send_signal))
             fault.unlink()
             eventually(lambda: not disk(daemon)["sick"])
+            eventually(lambda: engine("so_far")["stored"])
             done = engine("rest")
         finally:
             engine.close()
-        assert done["stored"] > 0
         assert done["wrong"] == 0
         assert beside.cache.flush(30.0)
         assert daemon.broken_invariants() == []
@@ -168,10 +175,10 @@ def test_a_device_that_fails(tmp_path: Path, calm: Daemon) -> None:
             beside.notices_nothing(resting(engine.process.send_signal))
             assert beside.put([1, 2, 3]) == 3
             eventually(lambda: disk(daemon)["runs_written"] > stored)
+            eventually(lambda: engine("so_far")["served"])
             done = engine("rest")
         finally:
             engine.close()
-        assert done["served"] > 0
         assert done["wrong"] == 0
         assert daemon.broken_invariants() == []
         assert daemon.stop() == 0
@@ -349,7 +356,8 @@ def test_the_clock_jumps(tmp_path: Path, calm: Daemon) -> None:
             beside.notices_nothing()
             assert beside.cache.flush(20.0)
             status = ctl(daemon, "status")
-            assert status["instances"][0]["leases"] == 1
+            said = status["instances"], beside.client.last_error, (tmp_path / "kvtierd.log").read_text()
+            assert status["instances"][0]["leases"] == 1, said
             assert 0 <= status["uptime_s"] < 180
         assert ctl(daemon, "check")["broken"] == []
 

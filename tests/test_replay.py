@@ -168,6 +168,20 @@ def test_an_npz_trace(tmp_path):
     assert data["capacity_pages"] == 4
 
 
+def test_a_share_is_of_what_is_replayed(tmp_path):
+    """Where --limit cuts a trace short, blocks that no request names any more are not counted; whatever the format."""
+    import numpy as np
+
+    path = tmp_path / "t.npz"
+    arrays = {"dpar": [0, 0, 0, 1], "leaf": [0, 2, 3], "inp": [5, 1536, 1536], "out": [0, 0, 0], "dt_ms": [0, 5, 5]}
+    np.savez(path, bs=np.array([512]), **{name: np.array(values, "<i8") for name, values in arrays.items()})
+    first = ctl(str(path), "--capacity", "100%", "--limit", "2")
+    lines = ctl(str(mooncake(tmp_path / "m.jsonl")), "--capacity", "100%", "--limit", "2")
+    assert first["requests"] == lines["requests"] == 2
+    assert first["capacity_pages"] < ctl(str(path), "--capacity", "100%")["capacity_pages"]
+    assert lines["capacity_pages"] == 3
+
+
 def test_several_capacities_give_a_list(tmp_path):
     """In the order asked for, whether by comma or by repeating; one gives an object."""
     path = str(mooncake(tmp_path / "m.jsonl"))

@@ -69,9 +69,35 @@ def test_engines_names_of_precisions_are_understood(run):
         assert json.loads(run(f"size model Llama-3.1-8B --kv-dtype {given} --json"))["kv_dtype"] == used
 
 
-def test_tokens_are_echoed_as_the_integer_used(run):
-    """128k is 128000 in the answer."""
+def test_tokens_are_echoed_as_the_integer_used(run, monkeypatch):
+    """128k is 128000 in the answer, and what is too large for a float is whole."""
+    monkeypatch.setenv("COLUMNS", "120")
     assert json.loads(run("size model Llama-3.1-8B --tokens 128k --json"))["tokens"] == 128_000
+    many = 2**60 + 1
+    assert f"{many:,}" in run(f"size model Llama-3.1-8B --tokens {many}")
+
+
+def test_a_split_that_engines_refuse_is_told(run):
+    """Ranks that do not divide the query heads can be counted, but no engine starts so."""
+    for command in ("model", "fit"):
+        assert "3 ranks do not divide 32 query heads" in run(f"size {command} Llama-3.1-8B --tp 3")
+        assert "query heads" not in run(f"size {command} Llama-3.1-8B --tp 16")
+    assert "query heads" not in run("size model MiniMax-Text-01 --tp 4")
+
+
+def test_headings_are_whole_however_many_links_there_are(run, monkeypatch):
+    """A table with more columns than fit breaks their names, and cuts none; nor does a narrow terminal."""
+    assert "\u2026" not in run("size breakeven Qwen3-8B")
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = run("size breakeven Qwen3-8B")
+    assert "worth_keeping_object_s " in narrow
+    assert "\u2026" not in narrow
+
+
+def test_no_room_for_kv_is_told(run):
+    """A device tier of no bytes is no surprise without a word."""
+    assert "device: no room for KV" in run("size tiers Llama-3.1-70B --rate 1")
+    assert "no room" not in run("size tiers Llama-3.1-8B --rate 1")
 
 
 def test_the_fixed_form_of_size_seed(run):
@@ -138,6 +164,9 @@ def test_a_refusal_names_its_field_and_exits_1(run, tmp_path):
         ("size breakeven Llama-3.1-8B --price gpu=inf", 1, "price gpu: expected a number"),
         ("size breakeven Llama-3.1-8B --tp 2 --dcp 4", 1, "dcp: expected a divisor of tp=2"),
         ("size transfer Llama-3.1-8B --nics 0", 2, "'--nics': 0 is not in the range"),
+        ("size fit Llama-3.1-8B --hit nan", 2, "'--hit': expected a number"),
+        ("size trace trace.jsonl --model Llama-3.1-8B --warmup nan", 2, "'--warmup': expected a number"),
+        ("size model Llama-3.1-8B --pp 33", 1, "pp: expected at most the 32 layers"),
         ("size tiers Llama-3.1-8B --hits nan", 1, "hits: expected one ratio"),
         ("size tiers Mistral-7B-v0.1 --checkpoint-every 0 --host 1GB", 1, "checkpoint-every: expected a distance"),
         ("size trace trace.jsonl --model Llama-3.1-8B --limit -1", 2, "'--limit': -1 is not in the range"),

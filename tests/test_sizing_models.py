@@ -137,6 +137,11 @@ CASES = {
          "n_groups": 1, "hidden_size": 128}, 0, 2 * (4 * 64 * 16 * 4 + (256 + 32) * 3 * 2)),
     "LFM2's short convolutions": (
         gqa(model_type="lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3), 8 * 64 * 4, 512 * 3 * 2),
+    "short convolutions, attention by number": (
+        gqa(model_type="lfm2", full_attn_idxs=[1, 1], conv_L_cache=3), 8 * 64 * 4, 512 * 3 * 2),
+    "index keys of layers named by type": (
+        gqa(model_type="minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"], index_head_dim=128,
+            index_n_heads=4, index_topk_blocks=16, index_block_size=128), 2 * 8 * 64 * 4 + 128 * 2, 0),
     "T5 keeps the encoder once": (
         {"model_type": "t5", "num_layers": 6, "num_decoder_layers": 2, "num_heads": 8, "d_kv": 64, "d_model": 512,
          "n_positions": 100}, 2 * 8 * 64 * 4, 2 * 100 * 8 * 64 * 4),
@@ -195,9 +200,24 @@ def test_layer_types_of_deepseek_v4_mean_the_same_as_its_ratios():
         (gqa(sliding_window=8, sliding_window_pattern=[1]), "sliding_window_pattern"),
         (gqa(model_type="mistral", sliding_window=8, max_position_embeddings="8k"), "max_position_embeddings"),
         (gqa(model_type="nemotron-nas", block_configs=[1, 2]), "block_configs"),
-        (gqa(model_type="nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": "x"}}] * 2),
-         "block_configs"),
+        *((gqa(model_type="nemotron-nas", block_configs=[{"attention": {"n_heads_in_group": group}}] * 2),
+           "block_configs[0].attention.n_heads_in_group") for group in ("x", -4, 10**9)),
+        (gqa(model_type="nemotron-nas",
+             block_configs=[{"attention": {"n_heads_in_group": 1, "window_length": -1}}] * 2),
+         "block_configs[0].attention.window_length"),
         (gqa(model_type="minimax_m3", sparse_attention_config=[1]), "sparse_attention_config"),
+        *((gqa(model_type="minimax_m3", moe_layer_freq=[1, 1],
+               sparse_attention_config={"use_sparse_attention": True, name: wrong}), f"sparse_attention_config.{name}")
+          for name in ("sparse_index_dim", "sparse_topk_blocks", "sparse_block_size") for wrong in ([1], -8)),
+        *((gqa(model_type="kimi_linear", kv_lora_rank=512, qk_rope_head_dim=64, linear_attn_config={
+            "full_attn_layers": [1], "kda_layers": [2], "head_dim": 128, "num_heads": 32, name: wrong}),
+           f"linear_attn_config.{name}")
+          for name, wrong in (("num_heads", [[]]), ("num_heads", -1), ("head_dim", "x"), ("kda_layers", "2"))),
+        (gqa(model_type="minimax_m3_vl_text", layer_types=["full_attention", "sliding_attention"]), "layer_types[1]"),
+        (gqa(model_type="lfm2_moe", conv_L_cache=3), "layer_types"),
+        *((gqa(model_type="lfm2", conv_L_cache=3, full_attn_idxs=wrong), "full_attn_idxs")
+          for wrong in ([[1]], [2], 1)),
+        (gqa(model_type="mpt", attn_config={"kv_n_heads": -8}), "attn_config.kv_n_heads"),
         (gqa(model_type="mpt", attn_config=5), "attn_config"),
         (gqa(model_type="mpt", attn_config={"kv_n_heads": "x"}), "attn_config.kv_n_heads"),
         (gqa(model_type="nemotron_h", hybrid_override_pattern=5), "hybrid_override_pattern"),

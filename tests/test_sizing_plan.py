@@ -24,6 +24,7 @@ from kvtier.sizing.html import trace_page
 from kvtier.sizing.linkfit import Fitted, Measured, Sample, fit_link, replace_tables, sweep_sizes, toml_of
 from kvtier.sizing.models import load
 from kvtier.sizing.plan import Deployment
+from kvtier.sizing.report import show
 from kvtier.sizing.tierplan import Asked, tiers_report
 from kvtier.sizing.tiers import Flow, Held, Tier, hold, rates, wait_seconds
 from kvtier.types import KvtierError
@@ -54,6 +55,13 @@ def test_nothing_fits_beside_weights_that_are_too_large():
     report = fit_report(on("Llama-3.1-405B"), Load(8192, 512, hit=1.0))
     assert (report.get("pool_tokens"), report.get("concurrency")) == (0, 0)
     assert report.get("ttft_s") > 0.01
+
+
+def test_the_rate_of_prefill_counts_what_is_computed():
+    """A hit makes a prompt cheaper, not the GPU faster: later tokens look back at more, so that it is a little less."""
+    loads = (Load(8192, 512, hit=share) for share in (0.0, 0.9))
+    plain, hit = (fit_report(on("Llama-3.1-8B"), load).get("prefill_tokens_per_s") for load in loads)
+    assert plain / 2 < hit < plain
 
 
 def test_a_running_sequence_needs_gpu_memory():
@@ -449,6 +457,12 @@ def test_weights_may_be_given():
     bare = on("Llama-3.1-8B")
     with pytest.raises(KvtierError, match="weights"):
         bare._replace(model=bare.model._replace(params=0.0)).weights_bytes()
+
+
+@pytest.mark.parametrize(("dollars", "shown"), [(18_090.4, "$18,090"), (191.23, "$191.2"), (0.03951, "$0.03951")])
+def test_dollars_are_as_people_write_them(dollars, shown):
+    """Thousands without a power of ten."""
+    assert show(dollars, "$") == shown
 
 
 def test_reports_are_json_with_a_source_for_each_number():

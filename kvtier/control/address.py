@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from array import array
@@ -117,7 +118,7 @@ def _chat(file: str) -> Any:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(isinstance(one, dict) and "role" in one for one in found):
-        raise bad(file, 'a JSON list of messages such as {"role": "user", "content": "..."}')
+        raise bad(_called(file), 'a JSON list of messages such as {"role": "user", "content": "..."}')
     return found
 
 
@@ -138,9 +139,14 @@ def load_tokenizer(folder: str) -> Any:
 def _read_text(file: str) -> str:
     """A file's text; raises bad_request naming it."""
     try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text()
+        return (sys.stdin or io.StringIO()).read() if file == "-" else Path(file).read_text()  # closed: None
     except (OSError, UnicodeDecodeError) as exc:
-        raise bad(file, f"a readable file ({exc})") from None
+        raise bad(_called(file), f"a readable file ({exc})") from None
+
+
+def _called(file: str) -> str:
+    """What a file is called in errors."""
+    return "standard input" if file == "-" else file
 
 
 def _words(file: str | None) -> list[str]:
@@ -153,7 +159,7 @@ def _words(file: str | None) -> list[str]:
     try:
         return [str(one) for one in json.loads(text)]
     except (ValueError, RecursionError):
-        raise bad(file, "a JSON list of keys in hex, or keys apart") from None
+        raise bad(_called(file), "a JSON list of keys in hex, or keys apart") from None
 
 
 def _ids(file: str) -> list[int]:
@@ -165,7 +171,7 @@ def _ids(file: str) -> list[int]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or any(type(one) is not int for one in found):  # true and 1.5 are no ids
-        raise bad(file, "a JSON list of token ids, or numbers apart")
+        raise bad(_called(file), "a JSON list of token ids, or numbers apart")
     return found
 
 

@@ -166,7 +166,7 @@ class Group(click.Group):
         except Refused as exc:
             error, code = exc.error, exc.exit_code
         except click.ClickException as exc:
-            error, code = {"code": "usage", "message": exc.format_message(), "field": ""}, exc.exit_code
+            error, code = {"code": "usage", "message": exc.format_message(), "field": _wrong(exc)}, exc.exit_code
         except click.Abort:
             error, code = {"code": "interrupted", "message": "interrupted", "field": ""}, REFUSED
         else:
@@ -176,6 +176,23 @@ class Group(click.Group):
         except OSError:  # what takes it is full, or gone
             click.echo(f"kvtierctl: {error['message']}", err=True)
         sys.exit(code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a verb; a file or a screen that takes no more is a sentence, whichever verb it is."""
+        try:
+            return super().invoke(ctx)
+        except OSError as exc:
+            if exc.errno == errno.EPIPE:
+                raise
+            raise Refused({"code": "io", "message": str(exc), "field": ""}, f"io: {exc}") from None
+
+
+def _wrong(exc: click.ClickException) -> str:
+    """The option or argument that wrong usage is about, as the command line has it; "" where it is about none."""
+    param = exc.param if isinstance(exc, click.BadParameter) else None
+    if param is not None:
+        return param.opts[-1]
+    return exc.option_name if isinstance(exc, click.NoSuchOption | click.BadOptionUsage) else ""
 
 
 def _any_text() -> None:
@@ -201,10 +218,6 @@ def verb(command: Callable[..., Data | None]) -> Callable[..., None]:
             raise Refused(exc.data(), f"{exc.code.value}: {exc}{where}") from None
         except (Silent, EOFError) as exc:
             raise NoDaemon(f"the daemon at {call.path} does not answer: {exc}") from None
-        except OSError as exc:
-            if exc.errno == errno.EPIPE:
-                raise
-            raise Refused({"code": "io", "message": str(exc), "field": ""}, f"io: {exc}") from None
         sys.exit(REFUSED if data and data.get("healthy") is False else OK)
 
     option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -28,7 +28,8 @@ WAIT_S: Final = 60.0
 def export(call: Call, show: bool, file: Path, of: wire.Prompt) -> Data:
     """Write what is cached of a prompt, or of a whole cache (--cache alone), to a file.
 
-    The file has its name only when it is whole and on the device. It holds KV and token ids: mode 0600.
+    The file has its name only when it is whole and on the device. It holds KV and token ids: mode 0600. A part of it
+    may take a minute longer than --timeout, behind what engines wait for.
     """
     target = Path(os.path.realpath(file))  # what a link names goes, not the link
     if target.exists() and not target.is_file():
@@ -180,7 +181,8 @@ def _next_mark(source: BinaryIO, at: int, size: int) -> int:
 def import_(call: Call, show: bool, file: Path, scope: str) -> Data:
     """Bring the pages of an export file to this host: to host memory, and from there to disk.
 
-    Every page is verified. Of a damaged file the good pages are imported; exit code 1 where some were not.
+    Every page is verified. Of a damaged file the good pages are imported; exit code 1 where some were not. A part of
+    it may take a minute longer than --timeout: it waits for room.
     """
     with file.open("rb") as source, call.admin(WAIT_S) as admin:
         data = _carry(call, admin, source, scope)

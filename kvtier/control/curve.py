@@ -36,12 +36,14 @@ def curve(call: Call, show: bool, more: str) -> Data:
 
 def _show(pool: Data) -> None:
     """One pool: what it is, the plot, and what is asked most."""
+    points = pool["points"]
     whose = plain(f"{pool['model']} ({pool['scope']})")
     click.echo(f"{whose}: {pool['requests']} requests, {pool['pages_asked']} pages asked")
     if pool["requests_skipped"]:
         click.echo(f"  {pool['requests_skipped']} requests more were not looked at, for want of time")
-    most = max((point["hit_ratio"] for point in pool["points"]), default=0.0)
-    for point in pool["points"]:
+    flat = next((n for n, p in enumerate(points) if p["hit_ratio"] == points[-1]["hit_ratio"]), 0)
+    most = max((point["hit_ratio"] for point in points), default=0.0)
+    for point in points[: flat + 1]:  # more room than that changes nothing
         filled = "#" * round(WIDTH * point["hit_ratio"] / most) if most else ""
         sampled = "~" if point["bytes"] > pool["exact_to_bytes"] else " "
         click.echo(f"  {amount(point['bytes']):>10} {100 * point['hit_ratio']:6.2f} %{sampled}|{filled}")

@@ -18,6 +18,8 @@ def dashboard(call: Call, show: bool) -> Data:
     except OSError as exc:
         message = f"no dashboard here ({path}: {exc.strerror}); is http.port set, and is this the daemon's user?"
         raise KvtierError(Code.UNKNOWN, message) from None
+    with call.admin():  # a daemon that was killed leaves its address behind
+        pass
     if show:
         click.echo(url)
     return {"url": url}

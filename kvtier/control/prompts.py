@@ -9,6 +9,7 @@ from kvtier.control.address import load_tokenizer, prompt
 from kvtier.control.call import Call, Data, verb, waiting
 from kvtier.control.cost import priced, total
 from kvtier.control.progress import ask_long
+from kvtier.sizing.options import NUMBER
 from kvtier.types import Tier, bad
 
 
@@ -45,7 +46,7 @@ def _rates(_: click.Context, __: click.Parameter, values: tuple[str, ...]) -> di
 @click.option(
     "--prefill-tokens-per-s",
     "prefill",
-    type=click.FloatRange(0),
+    type=NUMBER,
     default=0.0,
     help="How fast the engine computes a prompt: shows where loading is slower than computing.",
 )

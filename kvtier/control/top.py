@@ -19,13 +19,16 @@ from kvtier.control.call import SECONDS, Call, Data, verb
 def top(call: Call, show: bool, interval: float, count: int) -> Data:
     """What happens now: hits by tier, bytes by direction, latency and queues; --json prints the last reading.
 
-    Without --count an interrupt is its end, and no failure.
+    A terminal shows the last reading, a file or a pipe all of them. Without --count an interrupt is its end, and no
+    failure.
     """
     from rich.live import Live  # noqa: PLC0415
 
     last: Data = {}
     shown = 0
-    with call.admin() as admin, Live(auto_refresh=False) if show else contextlib.nullcontext() as live:
+    out = views.console()
+    live = Live(console=out, auto_refresh=False) if show and out.is_terminal else None
+    with call.admin() as admin, live or contextlib.nullcontext():
         before, at = admin.ask(wire.Metrics(), wire.Info).data, time.monotonic()
         try:
             while not count or shown < count:
@@ -36,6 +39,8 @@ def top(call: Call, show: bool, interval: float, count: int) -> Data:
                 shown += 1
                 if live is not None:
                     live.update(views.top(last), refresh=True)
+                elif show:
+                    out.print(views.top(last))
         except KeyboardInterrupt:
             if count or not last:
                 raise

@@ -94,7 +94,10 @@ def tryout(
     engine = engines()[name]
     if python is None and folder is None and all(map(importlib.util.find_spec, engine.imports)):
         python = Path(sys.executable)
-    python = python or installed(engine, folder or Path.home() / ".cache" / "kvtier" / f"try-{name}", index)
+    if python is None:
+        python = installed(engine, folder or Path.home() / ".cache" / "kvtier" / f"try-{name}", index)
+    else:
+        able(python, engine)
     with tempfile.TemporaryDirectory(prefix="kvtier-try-") as home:
         found = runs(engine, python, Path(home), model)
     if show:
@@ -107,6 +110,19 @@ def tryout(
         click.echo(f"\nThe same for your own model, with kvtierd running and kvtier installed beside {name}:\n")
         click.echo(engine.line)
     return {"engine": name, "runs": found, "line": engine.line}
+
+
+def able(python: Path, engine: Engine) -> None:
+    """Raises bad_request unless that Python has what the engine and kvtier's client import."""
+    wanted = (*engine.imports, *CLIENT)
+    code = "import sys, importlib.util as of; print(*(name for name in sys.argv[1:] if of.find_spec(name) is None))"
+    try:
+        done = subprocess.run([python, "-c", code, *wanted], check=False, capture_output=True, text=True)  # noqa: S603
+    except OSError as exc:
+        raise bad("python", f"a Python that can be run ({exc.strerror})", str(python)) from None
+    lacks = f", and not without {done.stdout.strip()}" if not done.returncode else ""
+    if done.returncode or done.stdout.strip():
+        raise bad("python", f"a Python with {', '.join(wanted)}{lacks}", str(python))
 
 
 def installed(engine: Engine, folder: Path, index: str | None) -> Path:

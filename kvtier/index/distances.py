@@ -11,7 +11,7 @@ kept, so that a distance is short by at most the length of a request.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -28,6 +28,8 @@ REQUESTS: Final = 1 << 16
 HOT: Final = 64
 """Requests for a page that make it hot, as counted by `_Heads`."""
 HEADS: Final = 1024
+STEP: Final = 256
+"""Pages looked at between two steps: less than a tenth of a millisecond."""
 _BLOCK: Final = 256
 _MIX: Final = np.uint64(0xFF51AFD7ED558CCD)
 
@@ -83,13 +85,16 @@ class Stack:
         self.hits = np.zeros(most * scale + 2)
         """hits[d]: pages found at distance d, which a cache of more than d pages has."""
 
-    def touch(self, names: Sequence[int], hot: set[int] | None = None) -> None:
-        """One request for these pages, its root first."""
+    def touch(self, names: Sequence[int], hot: set[int] | None = None) -> Iterator[None]:
+        """One request for these pages, its root first, in steps."""
         self._now += 1
         owner, scale = self.owner, self.scale
-        weights = [1 if hot and name in hot else scale for name in names]
+        weights = [1 if hot and name in hot else scale for name in names] if hot else [scale] * len(names)
         start, above, known = 0, 0, len(names)
-        lasts = [owner.get(name, 0) for name in names]
+        lasts: list[int] = []
+        for at in range(0, known, STEP):
+            lasts += [owner.get(name, 0) for name in names[at : at + STEP]]
+            yield
         while start < known and (last := lasts[start]):
             stop = start + 1
             while stop < known and lasts[stop] == last:
@@ -99,10 +104,11 @@ class Stack:
             self._add(last, -run)
             above += run
             start = stop
+            yield
         for last, weight in zip(lasts[start:], weights[start:], strict=True):  # its parent was forgotten
             if last:
                 self._add(last, -weight)
-        self._own(names, sum(weights), hot)
+        yield from self._own(names, sum(weights), hot)
 
     def ask(self, names: Sequence[int]) -> None:
         """One request for these keys, none of which needs another, the one that it touches last first."""
@@ -116,21 +122,24 @@ class Stack:
             newer[last] += self.scale
         for last in lasts:
             self._add(last, -self.scale)
-        self._own(names, self.scale * len(names), None)
+        for _ in self._own(names, self.scale * len(names), None):
+            pass
 
     def alone(self, name: int) -> None:
         """An entry stands for itself from now on."""
         if last := self.owner.get(name, 0):
             self._add(last, 1 - self.scale)
 
-    def _own(self, names: Sequence[int], weight: int, hot: set[int] | None) -> None:
+    def _own(self, names: Sequence[int], weight: int, hot: set[int] | None) -> Iterator[None]:
         """All of them were touched now."""
         owner = self.owner
-        for name in reversed(names):
-            owner[name] = self._now
-            owner.move_to_end(name)
+        for end in range(len(names), 0, -STEP):
+            for name in reversed(names[max(0, end - STEP) : end]):
+                owner[name] = self._now
+                owner.move_to_end(name)
+            yield
         self._add(self._now, weight)
-        self._forget(hot)
+        yield from self._forget(hot)
 
     def _add(self, request: int, weight: int) -> None:
         """Change the weight of what a request was the last to touch."""
@@ -161,12 +170,15 @@ class Stack:
             self.hits[min(distance + weight // 2, len(self.hits) - 1)] += weight
             distance += weight
 
-    def _forget(self, hot: set[int] | None) -> None:
+    def _forget(self, hot: set[int] | None) -> Iterator[None]:
         """Stay within bounds: the oldest first."""
-        owner = self.owner
+        owner, gone = self.owner, 0
         while owner and (len(owner) > self.most or self._now - next(iter(owner.values())) >= self._requests - 1):
             name, last = owner.popitem(last=False)
             self._add(last, -1 if hot and name in hot else -self.scale)
+            gone += 1
+            if not gone % STEP:
+                yield
 
 
 class _Heads:
@@ -203,16 +215,21 @@ class Distances:
         self.pages = 0
         """Asked for."""
 
-    def see(self, names: Names) -> None:
-        """One logical request for these pages, its root first."""
+    def see(self, names: Names) -> Iterator[None]:
+        """One logical request for these pages, its root first, in steps; the next one begins when all are done."""
         self.requests += 1
         self.pages += len(names)
-        self.exact.touch(names.tolist())
+        known = names.tolist()
+        yield from self.exact.touch(known)
         hot = self._heads.hot
         for name in self._heads.see(names):
             self.sampled.alone(name)
         mask = self._mask
-        self.sampled.touch([name for name in names.tolist() if not name & mask or name in hot], hot)
+        chosen: list[int] = []
+        for at in range(0, len(known), STEP):
+            chosen += [name for name in known[at : at + STEP] if not name & mask or name in hot]
+            yield
+        yield from self.sampled.touch(chosen, hot)
 
     def ask(self, names: Names) -> None:
         """One logical request for these opaque keys, its root first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def _npz(path: Path, mix: Mix, limit: int) -> Trace:
     trace = load_trace([path], limit)
     sessions = _sessions(path)[: len(trace.leaf)]
     if sessions.size == 0 or sessions.max() == 0:
-        return trace
+        return _kept(trace, range(len(trace.leaf)), trace.time_s) if limit else trace
     if mix.block_tokens % trace.block_tokens:
         raise bad("block", f"a multiple of the trace's {trace.block_tokens} tokens", mix.block_tokens)
     trace = coarse(trace, mix.block_tokens // trace.block_tokens)
@@ -117,7 +117,7 @@ def merged(
     return every[order], when[order]
 
 
-def _kept(trace: Trace, rows: list[int], times: list[float]) -> Trace:
+def _kept(trace: Trace, rows: Sequence[int], times: Sequence[float]) -> Trace:
     """Some of the requests, with only the blocks that they have, renumbered."""
     used = bytearray(len(trace.parent))
     for r in rows:
@@ -134,7 +134,7 @@ def _kept(trace: Trace, rows: list[int], times: list[float]) -> Trace:
             parent.append(number[up] if up >= 0 else -1)
     return trace._replace(
         parent=parent,
-        leaf=[number[trace.leaf[r]] for r in rows],
+        leaf=[number[trace.leaf[r]] if trace.leaf[r] >= 0 else -1 for r in rows],
         input_tokens=[trace.input_tokens[r] for r in rows],
         output_tokens=[trace.output_tokens[r] for r in rows],
         time_s=times,

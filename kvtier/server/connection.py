@@ -20,7 +20,7 @@ from kvtier.types import Code, KvtierError
 Result = wire.Message | Awaitable[wire.Message]
 """What a verb gives: its reply, or something to await for it."""
 
-SLICE_S: Final = 1e-3
+SLICE_S: Final = 2.5e-4
 """A connection's pipelined requests are served for this long before other connections have their turn."""
 
 MAX_GRANTED: Final = 512

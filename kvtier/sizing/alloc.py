@@ -36,10 +36,19 @@ def check(spec: Spec, par: Parallel) -> None:
     for field, n in par._asdict().items():
         if n < 1:
             raise bad(field, "a positive number of ranks", n)
+    if par.pp > spec.layers:
+        raise bad("pp", f"at most the {spec.layers} layers of {spec.name}", par.pp)
     if par.tp % par.dcp:
         raise bad("dcp", f"a divisor of tp={par.tp}", par.dcp)
     if par.dcp > 1 and any(c.rule in CAPPED for c in spec.components):
         raise bad("dcp", "1, for a model with sliding-window layers", par.dcp)
+
+
+def doubts(spec: Spec, par: Parallel) -> list[str]:
+    """What an engine may refuse of a split that can be counted."""
+    if spec.heads % par.tp == 0:
+        return []
+    return [f"{par.tp} ranks do not divide {spec.heads} query heads: vLLM and SGLang do not start so"]
 
 
 def head_share(heads: int, tp: int) -> float:

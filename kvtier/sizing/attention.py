@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from kvtier.sizing.fields import Fields
 from kvtier.sizing.layers import CHUNK, FULL, WINDOW, Precision, owned, schedule
 from kvtier.sizing.spec import Component, Rule
-from kvtier.types import bad
 
 STATEFUL: Final = (
     "kv_lora_rank", "linear_num_value_heads", "linear_attn_config", "ssm_state_size", "mamba_d_state",
@@ -62,10 +61,7 @@ def falcon(f: Fields, p: Precision) -> list[Component]:
 
 def nested(f: Fields, p: Precision) -> list[Component]:
     """MPT and DBRX: KV heads sit in attn_config."""
-    inner = f.get("attn_config") or {}
-    kv = inner.get("kv_n_heads") or f.heads
-    if not isinstance(kv, int):
-        raise bad(f"{f.prefix}attn_config.kv_n_heads", "a positive integer", kv)
+    kv = f.within("attn_config").whole("kv_n_heads", f.heads)
     return [layer(p, FULL, (f.heads, kv), (f.head_dim,) * 2)] * f.layers
 
 
@@ -101,29 +97,36 @@ def nas(f: Fields, p: Precision) -> list[Component]:
     """Searched architectures: layers without attention keep nothing."""
     out = []
     for n, block in enumerate(f.listing("block_configs", f.layers)[: f.layers]):
-        attn = block.get("attention") or {}
+        attn = f.part(f"block_configs[{n}].attention", block.get("attention") or {})
         if attn.get("no_op") or attn.get("replace_with_linear"):
             continue
-        group = attn.get("n_heads_in_group")
-        if not group:
-            raise f.refuse(f"block_configs[{n}].attention.n_heads_in_group", "a positive integer")
-        span = attn.get("window_length") or 0
+        group, span = attn.whole("n_heads_in_group"), attn.count("window_length")
+        if group > f.heads:
+            raise attn.refuse("n_heads_in_group", f"at most the {f.heads} query heads")
         out.append(layer(p, WINDOW if span else FULL, (f.heads, f.heads // group), (f.head_dim,) * 2, span))
     return out
 
 
 def minimax_m3(f: Fields, p: Precision) -> list[Component]:
     """GQA whose sparse layers also keep one index key a token."""
-    sparse = f.get("sparse_attention_config") or {}
     full = layer(p, FULL, (f.heads, f.kv_heads), (f.head_dim,) * 2)
+    if f.get("layer_types") is not None:  # as transformers writes it
+        schedule(f, (FULL,))
+        marks = [kind == "minimax_m3_sparse" for kind in f.listing("layer_types", f.layers)[: f.layers]]
+        return _indexed(p, full, marks, f.whole("index_head_dim", 128),
+                        f.count("index_topk_blocks") * f.count("index_block_size"))  # fmt: skip
+    sparse = f.within("sparse_attention_config")
     if not sparse.get("use_sparse_attention"):
         return [full] * f.layers
     where = sparse.get("sparse_attention_freq") or sparse.get("sparse_disable_index_value") or f.get("moe_layer_freq")
     if not isinstance(where, list) or len(where) < f.layers:
         raise f.refuse("sparse_attention_config.sparse_attention_freq", f"a list of {f.layers} entries")
-    marks = where[: f.layers]
-    dim = sparse.get("sparse_index_dim", 128)
-    reach = sparse.get("sparse_topk_blocks", 0) * sparse.get("sparse_block_size", 0)
+    reach = sparse.count("sparse_topk_blocks") * sparse.count("sparse_block_size")
+    return _indexed(p, full, where[: f.layers], sparse.whole("sparse_index_dim", 128), reach)
+
+
+def _indexed(p: Precision, full: Component, marks: list[Any], dim: int, reach: int) -> list[Component]:
+    """One layer for each mark: where it is set, queries look at `reach` keys that an index key of width `dim` chose."""
     index = Component("index-key", Rule.LINEAR, 1, p.index_vector(dim, "bf16"))
     return [part for mark in marks for part in ([full._replace(reach=reach), index] if mark else [full])]
 

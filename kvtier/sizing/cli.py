@@ -21,6 +21,7 @@ from kvtier.sizing.options import (
     SECONDS,
     SOME,
     TOKENS,
+    Share,
     answers,
     default_hardware,
     deployment,
@@ -133,7 +134,7 @@ def _against(report: Report, observed: list[Observation]) -> Report:
 @click.option("--out", "answer", type=TOKENS, default="512", show_default=True, help="Tokens of an answer.")
 @click.option("--rate", type=NUMBER, default=0.0, help="Requests a second: Little's law.")
 @click.option("--shared", type=TOKENS, default=0, help="Tokens that all prompts begin with.")
-@click.option("--hit", type=click.FloatRange(0, 1), default=0.0, help="Part of a prompt found in a cache.")
+@click.option("--hit", type=Share(0, 1), default=0.0, help="Part of a prompt found in a cache.")
 @click.option("--pool", type=BYTES, default=0, help="KV pool of a GPU, as the engine logs it.")
 @click.option("--fixed", "fixed_s", type=SECONDS, default="10ms", show_default=True, help="TTFT no cache shortens.")
 @click.option("--tpot", "tpot_s", type=SECONDS, default=0.0, help="Time a further token  [planned]")
@@ -273,9 +274,7 @@ def tiers_command(model: str, rate: float, prompt: int, answer: int, session: in
 @size.command("trace")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--model", required=True, help="A config.json, a folder with one, or a name of the built-in table.")
-@click.option(
-    "--warmup", type=click.FloatRange(0, 0.99), default=0.0, help="Part of the requests that only warm the cache."
-)
+@click.option("--warmup", type=Share(0, 0.99), default=0.0, help="Part of the requests that only warm the cache.")
 @click.option("--coarsen", type=click.IntRange(1), default=1, show_default=True, help="Take so many blocks as one.")
 @click.option("--limit", type=click.IntRange(0), default=0, help="Read only the first requests.")
 @click.option("--duration", type=SECONDS, default=0.0, help="Length of the trace  [its own times]")
@@ -327,9 +326,8 @@ def seed_command(model_cost: str, as_json: bool) -> None:
 
 
 @click.command("probe", context_settings=_HELP)
-@click.option(
-    "--write", "target", type=click.Path(path_type=Path, dir_okay=False), help=f"TOML file  [{default_hardware()}]"
-)
+@click.option("--write", "target", type=click.Path(path_type=Path, dir_okay=False),
+              help="TOML file  [kvtier/hardware.toml in $XDG_CONFIG_HOME or ~/.config]")  # fmt: skip
 @click.option("--disk", type=click.Path(path_type=Path, file_okay=False, exists=True), default=".", show_default=True,
               help="Folder on the disk to measure.")  # fmt: skip
 @click.option("--peer", help="HOST:PORT of an echo service on another host.")

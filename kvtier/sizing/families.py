@@ -34,6 +34,7 @@ READERS: Final[dict[str, Reader]] = dict.fromkeys(PLAIN, attention.plain) | {
     "nemotron-nas": attention.nas,
     "minimax_m3": attention.minimax_m3,
     "minimax_m3_vl": attention.minimax_m3,
+    "minimax_m3_vl_text": attention.minimax_m3,
     "whisper": attention.encoder_decoder,
     "t5": attention.encoder_decoder,
     "mt5": attention.encoder_decoder,
@@ -117,7 +118,8 @@ def read_config(config: Mapping[str, Any], how: Reading = AS_IS, name: str = "")
     used = how.kv_dtype or ("fp8" if reader is latent.deepseek_v4 else "bf16")
     notes += _quantized(config, how.kv_dtype)
     layers = fields.count("num_hidden_layers") or fields.count("decoder_layers") or len(components)
-    return Spec(name or fields.model_type, used, tuple(merge(components)), longest, notes, bound, max(1, layers))
+    heads = fields.count("num_attention_heads") or fields.count("decoder_attention_heads")
+    return Spec(name or fields.model_type, used, tuple(merge(components)), longest, notes, bound, max(1, layers), heads)
 
 
 def upper_bound(fields: Fields, p: Precision) -> list[Component]:

@@ -71,6 +71,18 @@ class Fields:
                 return value
         return self.defaults.get(name, default)
 
+    def within(self, name: str) -> Fields:
+        """The fields of an object in the config; none where it is absent. Raises KvtierError naming it."""
+        return self.part(name, self.get(name, {}))
+
+    def part(self, name: str, inner: Any) -> Fields:
+        """The same of an object that was found in it by that name."""
+        if not isinstance(inner, Mapping):
+            raise bad(self.prefix + name, "an object", inner)
+        part = Fields({**inner, "model_type": self.model_type})
+        part.prefix = f"{self.prefix}{name}."
+        return part
+
     def whole(self, name: str, default: int | None = None) -> int:
         """A positive integer; raises KvtierError naming the field."""
         value = self._find(name, default)

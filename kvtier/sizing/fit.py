@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvtier.sizing.alloc import allocation, max_sequence, rank_allocation, rank_share
+from kvtier.sizing.alloc import allocation, doubts, max_sequence, rank_allocation, rank_share
 from kvtier.sizing.hardware import Source, worst
 from kvtier.sizing.plan import Deployment
 from kvtier.sizing.report import Report, Value
@@ -85,8 +85,13 @@ def step_s(d: Deployment, batch: float, length: float) -> float:
 
 def ttft_s(d: Deployment, load: Load) -> float:
     """Time to the first token without queueing, a hit's part not computed."""
-    prefix = min(int(load.prompt * load.hit), load.prompt - 1)  # an engine always computes the last token
+    prefix = _found(load)
     return load.fixed_s + d.compute().prefill_s(d.model.spec, prefix, load.prompt - prefix)
+
+
+def _found(load: Load) -> int:
+    """Tokens of a prompt that are found: an engine always computes the last one."""
+    return min(int(load.prompt * load.hit), load.prompt - 1)
 
 
 def fit_report(d: Deployment, load: Load, given_pool: int = 0) -> Report:
@@ -102,6 +107,7 @@ def fit_report(d: Deployment, load: Load, given_pool: int = 0) -> Report:
     batch = max(1.0, fits.at_once)
     tpot = load.tpot_s or step_s(d, batch, load.prompt + load.answer / 2)
     compute = d.compute().source
+    rate = (load.prompt - _found(load)) / max(1e-12, ttft - load.fixed_s)
     values = [
         *(Value(f"rank_{name}_bytes", size, "B", pool.source) for name, size in pool.parts),
         Value("pool_bytes", pool.bytes, "B", pool.source, "KV pool of one rank"),
@@ -112,7 +118,7 @@ def fit_report(d: Deployment, load: Load, given_pool: int = 0) -> Report:
         Value("max_context_tokens", longest, "tokens", pool.source),
         Value("ttft_s", ttft, "s", worst(compute, Source.ASSUMED), "no queueing"),
         Value("tpot_s", tpot, "s", Source.EXACT if load.tpot_s else Source.ASSUMED, f"at a batch of {batch:,.0f}"),
-        Value("prefill_tokens_per_s", load.prompt / max(1e-12, ttft - load.fixed_s) * d.replicas, "tokens", compute),
+        Value("prefill_tokens_per_s", rate * d.replicas, "tokens", compute, "computed, of all replicas"),
     ]
     notes = _notes(d, pool, one, length)
     if load.rate:
@@ -153,7 +159,7 @@ def _little(load: Load, d: Deployment, fits: Concurrency, ttft: float, tpot: flo
 
 
 def _notes(d: Deployment, pool: Pool, one: int, length: int) -> list[str]:
-    notes = list(d.model.spec.notes)
+    notes = [*d.model.spec.notes, *doubts(d.model.spec, d.par)]
     if pool.bytes <= 0:
         notes.append("the weights leave no room for KV: more ranks, smaller weights, or a larger GPU")
     elif one > pool.bytes:

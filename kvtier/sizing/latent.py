@@ -50,9 +50,9 @@ def _indexers(f: Fields) -> int:
 
 def kimi_linear(f: Fields, p: Precision) -> list[Component]:
     """MLA layers between Kimi Delta Attention layers; the config counts layers from 1."""
-    own = f.get("linear_attn_config") or {}
+    own = f.within("linear_attn_config")
     if own.get("full_attn_layers") is not None and own.get("kda_layers") is not None:
-        full, linear = len(own["full_attn_layers"]), len(own["kda_layers"])
+        full, linear = len(own.listing("full_attn_layers", 0)), len(own.listing("kda_layers", 0))
         if full + linear != f.layers:
             raise bad(
                 f"{f.prefix}linear_attn_config", f"{f.layers} layers in full_attn_layers and kda_layers", full + linear
@@ -60,9 +60,9 @@ def kimi_linear(f: Fields, p: Precision) -> list[Component]:
     else:
         kinds = schedule(f, (FULL, LINEAR))
         full, linear = kinds.count(FULL), kinds.count(LINEAR)
-    heads = own.get("num_heads") or f.whole("linear_num_heads")
-    d = own.get("head_dim") or f.whole("linear_head_dim")
-    kernel = own.get("short_conv_kernel_size") or f.whole("linear_conv_kernel_dim", 4)
+    heads = own.count("num_heads") or f.whole("linear_num_heads")
+    d = own.count("head_dim") or f.whole("linear_head_dim")
+    kernel = own.count("short_conv_kernel_size") or f.whole("linear_conv_kernel_dim", 4)
     return [latent(f, p)] * full + [
         state("kda-state", heads, heads * d * d * STATE_BYTES),
         state("kda-conv", heads, 3 * heads * d * (kernel - 1) * 2),

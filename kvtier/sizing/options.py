@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -50,6 +51,17 @@ class Quantity(Param):
             return self.parse(value, field)
         except KvtierError as exc:
             self.fail(str(exc), param, ctx)
+
+
+class Share(click.FloatRange):
+    """A range of numbers, of which nan is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        found = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"expected a number, got {value!r}", param, ctx)
+        return found
 
 
 TOKENS = Quantity("tokens", parse_tokens)
@@ -179,8 +191,13 @@ def render(report: Report) -> None:
     from rich.console import Console  # noqa: PLC0415 - --json and --help stay quick
     from rich.table import Table as Grid  # noqa: PLC0415
 
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 140
     grid = Grid(title=report.title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    grid.add_column(no_wrap=True)
+    for _ in range(3):
+        grid.add_column(overflow="fold")
     for value in report.values:
         tag = value.source.value
         grid.add_row(
@@ -206,7 +223,7 @@ def _grid(table: Table) -> Any:
     heads = [f"[{STYLES[c.source.value]}]{c.key}[/]" for c in table.columns]
     if len(heads) <= WIDE or len(cells) > 12:
         for head in heads:
-            grid.add_column(head)
+            grid.add_column(head, overflow="fold")
         _add(grid, cells)
         return grid
     grid.add_column(heads[0])

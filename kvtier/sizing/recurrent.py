@@ -143,6 +143,14 @@ def lightning(f: Fields, p: Precision) -> list[Component]:
 
 def short_conv(f: Fields, p: Precision) -> list[Component]:
     """LFM2: gated short convolutions between attention layers."""
-    kinds = schedule(f, (FULL, LINEAR))
+    if f.get("layer_types") is not None:
+        full = schedule(f, (FULL, LINEAR)).count(FULL)
+    elif f.get("full_attn_idxs") is None:
+        raise f.refuse("layer_types", f"the kind of each of {f.layers} layers")
+    else:  # of older checkpoints
+        numbers = f.listing("full_attn_idxs", 0)
+        if not all(n in range(f.layers) for n in numbers):
+            raise f.refuse("full_attn_idxs", f"numbers of {f.layers} layers")
+        full = len(set(numbers))
     conv = state("conv", 0, f.whole("hidden_size") * f.whole("conv_L_cache") * CONV_BYTES)
-    return [_softmax(f, p)] * kinds.count(FULL) + [conv] * kinds.count(LINEAR)
+    return [_softmax(f, p)] * full + [conv] * (f.layers - full)

@@ -75,8 +75,8 @@ SHOW: Final[dict[str, Callable[[Any], str]]] = {
     "s": show_seconds,
     "%": lambda x: f"{100 * x:.1f} %",
     "x": lambda x: f"{x:.2f}x",
-    "$": lambda x: f"${x:,.4g}",
-    "tokens": lambda n: f"{n:,.0f}",
+    "$": lambda x: f"${x:,.0f}" if x >= 1000 else f"${x:.4g}",
+    "tokens": lambda n: f"{round(n):,}",
 }
 """Unit -> how people read it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvtier.sizing.alloc import Engine, Parallel, allocation, check, rank_allocation, unified_block
+from kvtier.sizing.alloc import Engine, Parallel, allocation, check, doubts, rank_allocation, unified_block
 from kvtier.sizing.hardware import Source
 from kvtier.sizing.models import Model
 from kvtier.sizing.report import Column, Report, Table, Value
@@ -59,7 +59,7 @@ def size_report(model: Model, ask: Ask) -> Report:
         Value("stored_tokens", kept.tokens, "tokens", Source.EXACT),
         Value("checkpoint_bytes", spec.checkpoint, "B", payload, "one more resumable point"),
     ]  # fmt: skip
-    notes = [*spec.notes, f"source: {model.source}; sure: {model.sure}"]
+    notes = [*spec.notes, *doubts(spec, ask.par), f"source: {model.source}; sure: {model.sure}"]
     return Report(f"KV cache of {spec.name}", values, (_components(spec, payload), _depths(model, ask)), notes)
 
 

@@ -66,6 +66,8 @@ class Spec(NamedTuple):
     """Whether this is an upper bound for an architecture that is not known."""
     layers: int = 1
     """Decoder layers: the steps that a load can overlap with computing."""
+    heads: int = 0
+    """Query heads; 0 where the config names none."""
 
     @property
     def slope(self) -> Fraction:

@@ -114,7 +114,7 @@ def _reach(asked: Asked) -> str:
 
 
 def _warnings(held: Sequence[Held], asked: Asked, flow: Flow, per_token: float) -> list[str]:
-    out = []
+    out = [] if asked.tiers[0].bytes else ["device: no room for KV: `size fit` says what the weights leave"]
     for h in held:
         if h.read_load > 1 or h.write_load > 1:
             out.append(f"{h.tier.name}: the link is over its bandwidth")

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
+from collections.abc import Iterator
 from operator import mul
 from typing import Any, Final
 
@@ -26,6 +27,10 @@ MEASURED: Final = 64
 """Pages of a request that tells what one costs."""
 LATER_S: Final = 0.02
 """A request is looked at so long after it came, when its answer is out."""
+TURN_S: Final = 2e-4
+"""So long requests are looked at before others have the loop, and ..."""
+REST_S: Final = 1e-3
+"""... so long they have it."""
 QUEUED: Final = 256
 POOLS: Final = 16
 """The least used is forgotten for one more."""
@@ -72,6 +77,9 @@ class Curves:
         self._saved_s = SAVED_S
         self._page_s = PAGE_S
         self._asked = time.perf_counter()
+        self._steps: Iterator[None] | None = None
+        """The request that is being looked at, so many pages of it, and so many seconds for it so far."""
+        self._pages, self._took_s = 0, 0.0
 
     def note(self, cache: Cache, keys: bytes | list[bytes]) -> None:
         """One logical request: page keys along a path, or the names of opaque keys."""
@@ -95,30 +103,45 @@ class Curves:
     def _work(self) -> None:
         """Look at what waits, as far as the time saved up allows; what does not fit is skipped, and counted.
 
-        Nor is what would take longer than all that may be saved up: a prompt of a million pages would hold the loop
-        for seconds.
+        Nor is what would take longer than all that may be saved up. It goes in turns, for engines wait meanwhile.
         """
-        self._waiting = False
-        start = now = time.perf_counter()
+        start = time.perf_counter()
         self._saved_s = min(SAVED_S, self._saved_s + SHARE * (start - self._asked))
+        self._asked = now = start
+        while now - start < TURN_S and (self._steps is not None or self._next()):
+            assert self._steps is not None
+            if next(self._steps, self) is self:
+                self._steps = None
+            before, now = now, time.perf_counter()
+            self._spend(now - before)
+        self._waiting = self._steps is not None or bool(self._queue)
+        if self._waiting:
+            asyncio.get_running_loop().call_later(REST_S, self._work)
+
+    def _spend(self, seconds: float) -> None:
+        """So much time went into the request, which is done where no step is left; what a page costs follows."""
+        self.spent_s += seconds
+        self._saved_s -= seconds
+        self._took_s += seconds
+        if self._steps is None and self._pages >= MEASURED:
+            self._page_s += (min(10 * PAGE_S, self._took_s / self._pages) - self._page_s) / 8
+
+    def _next(self) -> bool:
+        """Begin with the next request that there is time for; False where none is."""
         while self._queue:
             pool, cache, keys = self._queue.popleft()
             pages = len(keys) // cache.index.stride if isinstance(keys, bytes) else len(keys)
-            if self._saved_s < now - start + pages * self._page_s:
+            if self._saved_s < pages * self._page_s:
                 pool.skipped += 1
                 continue
-            self._see(pool, cache, keys)
-            before, now = now, time.perf_counter()
-            if pages >= MEASURED:
-                self._page_s += (min(10 * PAGE_S, (now - before) / pages) - self._page_s) / 8
-        self._asked = now
-        self.spent_s += self._asked - start
-        self._saved_s -= self._asked - start
+            self._steps, self._pages, self._took_s = self._see(pool, cache, keys), pages, 0.0
+            return True
+        return False
 
-    def _see(self, pool: Pool, cache: Cache, keys: bytes | list[bytes]) -> None:
+    def _see(self, pool: Pool, cache: Cache, keys: bytes | list[bytes]) -> Iterator[None]:
         root = int.from_bytes(cache.id[:8], "little")
         if isinstance(keys, bytes):
-            pool.distances.see(self._namer.names(keys, cache.index.stride, root))
+            yield from pool.distances.see(self._namer.names(keys, cache.index.stride, root))
         else:
             pool.distances.ask(self._namer.flat(keys, root))
         if pool.distances.requests >= 2 * WINDOW:

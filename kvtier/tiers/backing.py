@@ -24,7 +24,9 @@ TRY_S: Final = 10.0
 class _Try:
     """One call in a lane: whether there is room behind a slab now."""
 
-    def __init__(self, slab: int, extents: Extents, post: Callable[..., Any], ended: Callable[[int, bool], None]) -> None:
+    def __init__(
+        self, slab: int, extents: Extents, post: Callable[..., Any], ended: Callable[[int, bool], None]
+    ) -> None:
         self._slab = slab
         self._extents = extents
         self._post = post

@@ -198,17 +198,20 @@ class Extents:
                 self._backed.add(slab)
 
     def _set_aside(self, offset: int) -> None:
-        before = self.file_bytes
         try:
-            self._calls.fallocate(self._fd, offset, self.slab_bytes)
-            room = os.fstatvfs(self._fd)
-            if room.f_bavail * room.f_frsize < self.slab_bytes // SPARE_PARTS and self.file_bytes > before:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._take(offset)
         except OSError as error:
             if error.errno in NO_ROOM:  # what a file system found before it had no more, the file keeps
                 for hole, size in self._holes(offset):
                     self._calls.punch(self._fd, hole, size)
             raise
+
+    def _take(self, offset: int) -> None:
+        before = self.file_bytes
+        self._calls.fallocate(self._fd, offset, self.slab_bytes)
+        left = os.fstatvfs(self._fd)
+        if self.file_bytes > before and left.f_bavail * left.f_frsize < self.slab_bytes // SPARE_PARTS:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _holes(self, offset: int) -> Iterator[tuple[int, int]]:
         """(offset, bytes) in the slab that begins there of what was never written to."""
