@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,6 @@ from kvtier import wire
 from kvtier.config import load
 from kvtier.demo.daemon import Daemon
 from kvtier.depots import Redis as Settings
-from kvtier.peer.base import Shared, Source
 from kvtier.peer.depot import Depot
 from kvtier.peer.redis import Login, RedisShelf
 from kvtier.peer.resp import Line
@@ -460,24 +459,21 @@ async def test_who_waits_while_others_move_bytes_has_its_deadline_after_that(tmp
 
 
 async def test_who_waits_in_vain_for_a_turn_at_a_shared_store_is_a_miss(tmp_path: Path) -> None:
-    """All that may be under way hangs: others get nothing after ten deadlines, and give nothing."""
+    """All that may be under way hangs: others get nothing after ten deadlines; afterwards all is as before."""
     with Redis(tmp_path) as server:
-        async with (
-            sharing(tmp_path, RedisShelf([server.address], deadline_s=0.1), 0.1) as tier,
-            AsyncExitStack() as held,
-        ):
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=0.1), 0.1) as tier:
             await until(tier.answers)
             shared = tier.shared(SPEC, "uid:0", 0)
-            (source,) = await _sources(tier, shared)
-            for _ in range(MAX_OPS):
-                await held.enter_async_context(tier.turn())
-            assert await tier.offer("redis", shared, PATHS[0], ()) is None
-            assert await source.fetch(blank(range(2))) == [None, None]
+            await given_soon(tier, shared, PATHS[0])
+            held = [source for _ in range(MAX_OPS) for source in await tier.find(shared, PATHS[0], 0)]
+            assert len(held) == MAX_OPS
+            assert await asyncio.gather(tier.offer("redis", shared, PATHS[0], ()), tier.find(shared, PATHS[0], 0)) == [
+                None,
+                [],
+            ]
             assert tier.counts["peer_busy"] == 2
-            assert tier.answers()
-
-
-async def _sources(tier: Depot, shared: Shared) -> list[Source]:
-    """Who has the first path, once it was given."""
-    await given_soon(tier, shared, PATHS[0])
-    return await tier.find(shared, PATHS[0], 0)
+            assert None not in await held[0].fetch(blank(range(2)))
+            for source in held * 2:
+                source.close()
+            assert [await fetched(tier, shared, PATHS[0]) for _ in range(MAX_OPS + 1)] == [5] * (MAX_OPS + 1)
+            assert tier._room._value == MAX_OPS

@@ -67,23 +67,32 @@ class Depot:
         """By when something with so many bytes is over."""
         return time.monotonic() + self.deadline_s + nbytes / MIN_BYTES_S
 
-    @contextlib.asynccontextmanager
-    async def turn(self, *, hasty: bool = False) -> AsyncIterator[bool]:
-        """Do something with the store once few others do, by `until` from then on; False: its turn did not come.
+    async def enter(self, *, hasty: bool = False) -> bool:
+        """Wait until few others are at the store; what is asked has its time (`until`) from then on, until `leave`.
 
-        `hasty`: not within one deadline, else within ten.
+        False: the turn did not come within ten deadlines (`hasty`: one).
         """
         try:
             async with asyncio.timeout(self.deadline_s * (1 if hasty else TURNS)):
                 await self._room.acquire()
         except TimeoutError:
             self.counts["peer_busy"] += 1
-            yield False
-            return
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Somebody else's turn."""
+        self._room.release()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, *, hasty: bool = False) -> AsyncIterator[bool]:
+        """The same for as long as a block lasts; whether it came."""
+        came = await self.enter(hasty=hasty)
         try:
-            yield True
+            yield came
         finally:
-            self._room.release()
+            if came:
+                self.leave()
 
     async def forget(self, shared: Shared) -> None:
         """See PeerTier."""
@@ -96,12 +105,19 @@ class Depot:
         return self.shelf.up and page_name(shared, keys, have) not in self._lacks
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
-        """See PeerTier."""
-        async with self.turn() as mine:
-            found = await self._reach(shared, keys, have) if mine else None
-        if found is not None and found.pages <= have:
-            self._lacks.note(page_name(shared, keys, have))
-        return [found] if found is not None and found.pages > have else []
+        """See PeerTier. The turn is the source's until that is closed: nobody holds slots while others go first."""
+        if not await self.enter():
+            return []
+        found = None
+        try:
+            found = await self._reach(shared, keys, have)
+            if found is not None and found.pages <= have:
+                self._lacks.note(page_name(shared, keys, have))
+                found = None
+        finally:
+            if found is None:
+                self.leave()
+        return [] if found is None else [found]
 
     async def _reach(self, shared: Shared, keys: bytes, have: int) -> DepotSource | None:
         """What there is of a path; None where the store does not say."""
@@ -155,11 +171,18 @@ class Depot:
 
     async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:  # noqa: ARG002
         """See PeerTier."""
-        generation = await self.generations.of(shared, self.until())
+        named = await _marks(shared, keys)
+        if not await self.enter():
+            return None
+        generation = None
+        try:
+            generation = await self.generations.of(shared, self.until())
+        finally:
+            if generation is None:
+                self.leave()
         if generation is None:
             return None
-        life = Life(generation, self.generations.ended)
-        return DepotSource(self, shared, life, await _marks(shared, keys), len(keys) // shared.spec.stride, {})
+        return DepotSource(self, shared, Life(generation, self.generations.ended), named, len(named), {})
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class Life(NamedTuple):
 
 
 class DepotSource:
-    """What the store has of a path (or of keys)."""
+    """What the store has of a path (or of keys). Has its turn at the store until it is closed."""
 
     def __init__(
         self,
@@ -46,13 +46,11 @@ class DepotSource:
         self._life = life
         self._named = named
         self._read = heads
+        self._open = True
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
         """See Source."""
-        async with self._depot.turn() as mine:
-            found: list[int | None] = [None] * len(places)
-            if mine:
-                found = await self._fetch(places)
+        found = await self._fetch(places)
         return found if self._life.ended == self._depot.generations.ended else [None] * len(places)
 
     async def _fetch(self, places: Sequence[Place]) -> list[int | None]:
@@ -108,6 +106,9 @@ class DepotSource:
 
     def close(self) -> None:
         """See Source."""
+        if self._open:
+            self._open = False
+            self._depot.leave()
 
 
 class DepotSink:
