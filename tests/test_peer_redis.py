@@ -477,3 +477,21 @@ async def test_who_waits_in_vain_for_a_turn_at_a_shared_store_is_a_miss(tmp_path
                 source.close()
             assert [await fetched(tier, shared, PATHS[0]) for _ in range(MAX_OPS + 1)] == [5] * (MAX_OPS + 1)
             assert tier._room._value == MAX_OPS
+
+
+async def test_operators_are_told_that_a_store_is_full_and_may_not_evict(tmp_path: Path, caplog) -> None:
+    """It answers, so it is up; status and log say that it refuses, and why, until it takes what it is given again."""
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=0.5), 0.5) as tier:
+            await until(tier.answers)
+            shared = tier.shared(SPEC, "uid:0", 0)
+            sink = await tier.offer("redis", shared, PATHS[0], ())
+            server.cli("CONFIG", "SET", "maxmemory", "1")
+            places = [page(PATHS[0], at) for at in range(5)]
+            with pytest.raises(OSError, match="did not take"):
+                await sink.send(places, sums_of(places))
+            assert [(row["up"], row["why"]) for row in tier.status()] == [(True, "refuses what it is given: OOM")]
+            await until(lambda: "refuses what it is given: OOM" in caplog.text)
+            server.cli("CONFIG", "SET", "maxmemory", "0")
+            assert await sink.send(places, sums_of(places)) == 5
+            assert tier.status()[0]["why"] == ""
