@@ -126,9 +126,9 @@ METRICS: Final = (
     Shown("kvtier_peer_pages", C, "Pages from and to other hosts: loaded (fetched here), served (sent to who asked), "
           "pushed (sent to their homes), taken (pushed here).", "way", _pages_of_peers),
     Shown("kvtier_peer_events", C, "What happened with peers: asked, hits, misses, refused, failures, down, restarts, "
-          "busy, checksum, mismatch and torn (not what was stored or asked for, or not all of it: a miss), packed "
-          "(answers), unwanted (items that came with an offer and were there already, or refused), repairs, "
-          "push_*.", "event", _by("peer_")),
+          "busy, late (this host stood still until it was too late), checksum, mismatch and torn (not what was stored "
+          "or asked for, or not all of it: a miss), packed (answers), unwanted (items that came with an offer and were "
+          "there already, or refused), repairs, push_*.", "event", _by("peer_")),
     Shown("kvtier_refused", C, "Requests refused, in whole or part, by error code.", "code",
           lambda d: d["server"]["refused"]),
     Shown("kvtier_leases", G, "Leases that engines hold.", "", _top("leases")),

@@ -106,7 +106,7 @@ def _flat(data: Data, prefix: str = "") -> list[tuple[str, Any]]:
 def status(data: Data) -> None:
     """Tiers, engines, counters."""
     out = console()
-    apart = ("tiers", "instances", "quotas", "counters", "bytes_s", "checked")
+    apart = ("tiers", "instances", "peers", "quotas", "counters", "bytes_s", "checked")
     table = pairs("daemon", {name: value for name, value in data.items() if name not in apart})
     if data.get("bytes_s"):
         table.add_row("tiers bring", ", ".join(f"{tier} {amount(rate)}/s" for tier, rate in data["bytes_s"].items()))
@@ -117,6 +117,8 @@ def status(data: Data) -> None:
         out.print(pairs(f"tier {name}", tier))
     if data.get("instances"):
         listing("engines", data["instances"])
+    if data.get("peers"):
+        listing("peers", data["peers"])
     if data.get("quotas"):
         listing("quotas", data["quotas"])
     if data.get("counters"):

@@ -25,7 +25,7 @@ from kvtier.ctl import main
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
-from kvtier.views import amount, listing, shown
+from kvtier.views import amount, listing, shown, status
 
 VERBS = ("status", "caches", "tree", "ping", "check", "flush")
 SPEC = CacheSpec("[bold]model", b"f" * 16, "bf16", 4, (GroupSpec(Kind.FULL, 1, 1, 4096),), adapter="lora")
@@ -69,6 +69,20 @@ def test_status_shows_tiers_engines_and_counters(served):
     assert "engine-7" in text
     assert "128.0 MiB" in text
     assert "tier disk" in text
+
+
+def test_status_shows_a_row_per_peer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who answers and why another one does not, in columns, not as the daemon says it."""
+    monkeypatch.setenv("COLUMNS", "200")
+    peers = [
+        {"name": "b", "address": "10.0.0.2:9478", "up": True, "why": "", "idle": 3},
+        {"name": "c", "address": "10.0.0.3:9478", "up": False, "why": "TimeoutError: ", "idle": 0},
+    ]
+    status({"version": "1", "peers": peers})
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[1:6:2] == ["b", "10.0.0.2:9478", "True"] for line in lines), lines
+    assert any(" c " in line and "TimeoutError" in line for line in lines), lines
+    assert not any("{" in line for line in lines)
 
 
 def test_caches_shows_one_row_per_cache(served):

@@ -15,7 +15,7 @@ from engines import FULL, STATE, Engine, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec, Slice
 from kvtier.mover import Mover, Urgency
-from kvtier.store import Store, peers, slices
+from kvtier.store import Store, slices
 from kvtier.store.peers import Guest
 from kvtier.types import Code, Kind, KvtierError
 from storekit import MIB, Failing, drop_host, memfd, quiet, rows, storing, until
@@ -484,10 +484,9 @@ async def test_a_handle_that_is_polled_with_more_tokens_stays_within_the_bound()
 
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_a_cache_that_a_peer_pushes_to_is_not_forgotten_while_it_waits_for_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keyed: bool
+    tmp_path: Path, *, keyed: bool
 ) -> None:
     """An engine that leaves meanwhile does not take the cache's memory out of the books."""
-    monkeypatch.setattr(peers, "ROOM_MS", 20_000)  # a busy machine takes longer than a push waits
     disk = Failing()
     async with storing(tmp_path, host=MIB, calls=disk, cap=1.0) as store:
         engine = Engine(store)
@@ -496,7 +495,7 @@ async def test_a_cache_that_a_peer_pushes_to_is_not_forgotten_while_it_waits_for
         assert await engine.put(tokens(*range(256), page_tokens=1)) == 256
         key = {"key_bytes": 16} if keyed else {}
         cache = store.parts.cache(spec((GroupSpec(Kind.FULL, 1, 1, 8192),), page_tokens=1, **key), "uid:0", 0)
-        guest = Guest(store.parts, "home", MIB)
+        guest = Guest(store.parts, "home", MIB, room_ms=20_000)  # a busy machine takes longer than a push waits
         if keyed:
             waits = asyncio.ensure_future(guest.reserve_keys(store.keys, cache, 0, bytes(range(64))))
         else:

@@ -93,7 +93,7 @@ class Seen:
     """A host as another one sees it."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.away, self.up, self.incarnation = name, False, True, b"1"
+        self.name, self.away, self.up, self.incarnation, self.missed = name, False, True, b"1", False
 
 
 @settings(deadline=None, max_examples=50)

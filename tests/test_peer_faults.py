@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from engines import Engine, idle, tokens
 from kvtier.peer.base import Place, Source
-from peerkit import REMOTES, SPEC, blank, fetched, given, given_soon, right
+from peerkit import REMOTES, SPEC, blank, direct_remote, fetched, given, given_soon, right
 from storekit import storing, until
 
 DEADLINE_S = 0.5
@@ -109,3 +110,23 @@ async def test_an_engine_gets_its_miss_and_no_slot_stays_taken_when_a_server_han
         await until(lambda: not near.parts.peers.busy)
         assert idle(near) == []
         near.parts.peers = None  # the tier is closed by whoever made it
+
+
+async def test_a_host_that_stood_still_blames_nobody_for_answers_that_it_did_not_see(tmp_path: Path) -> None:
+    """Its loop stops for two deadlines while a peer answers a question and a ping: the peer stays up."""
+    async with direct_remote(tmp_path, DEADLINE_S) as far:
+        assert await given(far.tier, far.shared, PATH) == 9
+        node = far.tier._nodes["far"]
+        await fetched(far.tier, far.shared, PATH)
+        node._watch.cancel()  # the test pings itself
+        for ask in (lambda: far.tier.depth("far", far.shared, PATH), node._ping):
+            far.server.signal(signal.SIGSTOP)
+            task = asyncio.create_task(ask())
+            for _ in range(9):
+                await asyncio.sleep(0)
+            far.server.signal(signal.SIGCONT)
+            time.sleep(2 * DEADLINE_S)
+            assert not await task
+            assert far.tier.answers()
+        assert (far.tier.counts["peer_late"], far.tier.counts["peer_down"]) == (1, 0)
+        assert await fetched(far.tier, far.shared, PATH) == 9

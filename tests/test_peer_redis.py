@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import random
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from kvtier.demo.daemon import Daemon
 from kvtier.depots import Redis as Settings
 from kvtier.peer.depot import Depot
 from kvtier.peer.redis import Login, RedisShelf
+from kvtier.peer.resp import Line
 from kvtier.peer.secrets import read
-from kvtier.peer.shelf import item_name, marks
+from kvtier.peer.shelf import Want, item_name, marks
+from kvtier.peer.terms import MAX_OPS
 from kvtier.types import KvtierError
 from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, page, right, sums_of
 from sharedkit import REDIS, Proxy, Redis, needs_redis
@@ -432,3 +435,63 @@ def test_a_file_of_credentials_that_others_can_read_is_refused(tmp_path: Path) -
         with pytest.raises(KvtierError) as refused:
             Settings("127.0.0.1:1", credentials=str(file)).shelf(1.0, Counter())
         assert "s3cret" not in str(refused.value)
+
+
+async def test_who_waits_while_others_move_bytes_has_its_deadline_after_that(tmp_path: Path, monkeypatch) -> None:
+    """Eight transfers take longer than a deadline: those behind them bring their pages too, and no server is blamed."""
+    number, real = itertools.count(), Line.read
+
+    def slow(line: Line, wants: Sequence[Want]) -> list[bool | None]:
+        if next(number) < MAX_OPS:
+            time.sleep(0.6)
+            line.until += 0.6
+        return real(line, wants)
+
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=0.3), 0.3) as tier:
+            await until(tier.answers)
+            shared = tier.shared(SPEC, "uid:0", 0)
+            for path in PATHS[:12]:
+                await given_soon(tier, shared, path)
+            monkeypatch.setattr(Line, "read", slow)
+            assert await asyncio.gather(*(fetched(tier, shared, path) for path in PATHS[:12])) == [5] * 12
+            assert (tier.counts["peer_busy"], tier.counts["peer_down"]) == (0, 0)
+
+
+async def test_who_waits_in_vain_for_a_turn_at_a_shared_store_is_a_miss(tmp_path: Path) -> None:
+    """All that may be under way hangs: others get nothing after ten deadlines; afterwards all is as before."""
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=0.1), 0.1) as tier:
+            await until(tier.answers)
+            shared = tier.shared(SPEC, "uid:0", 0)
+            await given_soon(tier, shared, PATHS[0])
+            held = [source for _ in range(MAX_OPS) for source in await tier.find(shared, PATHS[0], 0)]
+            assert len(held) == MAX_OPS
+            assert await asyncio.gather(tier.offer("redis", shared, PATHS[0], ()), tier.find(shared, PATHS[0], 0)) == [
+                None,
+                [],
+            ]
+            assert tier.counts["peer_busy"] == 2
+            assert None not in await held[0].fetch(blank(range(2)))
+            for source in held * 2:
+                source.close()
+            assert [await fetched(tier, shared, PATHS[0]) for _ in range(MAX_OPS + 1)] == [5] * (MAX_OPS + 1)
+            assert tier._room._value == MAX_OPS
+
+
+async def test_operators_are_told_that_a_store_is_full_and_may_not_evict(tmp_path: Path, caplog) -> None:
+    """It answers, so it is up; status and log say that it refuses, and why, until it takes what it is given again."""
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=0.5), 0.5) as tier:
+            await until(tier.answers)
+            shared = tier.shared(SPEC, "uid:0", 0)
+            sink = await tier.offer("redis", shared, PATHS[0], ())
+            server.cli("CONFIG", "SET", "maxmemory", "1")
+            places = [page(PATHS[0], at) for at in range(5)]
+            with pytest.raises(OSError, match="did not take"):
+                await sink.send(places, sums_of(places))
+            assert [(row["up"], row["why"]) for row in tier.status()] == [(True, "refuses what it is given: OOM")]
+            await until(lambda: "refuses what it is given: OOM" in caplog.text)
+            server.cli("CONFIG", "SET", "maxmemory", "0")
+            assert await sink.send(places, sums_of(places)) == 5
+            assert tier.status()[0]["why"] == ""

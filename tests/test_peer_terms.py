@@ -246,7 +246,7 @@ async def test_a_cancelled_fetch_that_asks_again_is_cancelled(tmp_path: Path, mo
             asked.set()
             await asyncio.sleep(3600)
 
-        monkeypatch.setattr(tier, "ask", ask)
+        monkeypatch.setattr(tier.questions, "ask", ask)
         source._load = frames.Load((), b"", 0, b"")  # other pages come than are wanted
         task = asyncio.create_task(source.fetch([Place(0, 0, [np.zeros(PAGE, np.uint8)])]))
         await asked.wait()
@@ -649,3 +649,102 @@ def test_certificates_come_all_three_or_none_and_a_rate_that_serves() -> None:
         with pytest.raises(KvtierError) as refused:
             load(None, env={}, flags=base | more)
         assert refused.value.field == field
+
+
+async def test_pages_that_wait_for_room_here_longer_than_the_peer_are_asked_for_again(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """They are on their way with the answer, into small buffers: nobody is blamed, and they come the second time."""
+    real = Pipe.__init__
+
+    def narrow(pipe: Pipe, sock: socket.socket, **more: object) -> None:
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, 32 << 10)
+        real(pipe, sock, **more)
+
+    monkeypatch.setattr(Pipe, "__init__", narrow)
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 0.4), Terms("far", secrets, 0.4)) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        await take(tier, PATH, 9)
+        (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0)
+        assert source._load is not None
+        await asyncio.sleep(1.2)
+        places = [Place(0, at, [np.zeros(PAGE, np.uint8)]) for at in range(9)]
+        assert None not in await source.fetch(places)
+        source.close()
+        assert all(np.array_equal(place.views[0], smooth(place.page)) for place in places)
+        assert tier.counts["peer_failures"] == 0
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def crowded(tier: Direct, name: str = "far") -> AsyncIterator[list[Pipe]]:
+    """As many requests under way to a peer as may be; those that the test did not end itself end after it."""
+    node, until_s = tier._nodes[name], asyncio.get_running_loop().time() + 5.0
+    pipes = [(await node.take(until_s))[0] for _ in range(MAX_OPS)]
+    try:
+        yield pipes
+    finally:
+        for pipe in pipes:
+            node.give(pipe, good=True)
+
+
+async def test_who_waits_for_its_turn_at_a_peer_has_its_deadline_after_that(tmp_path: Path) -> None:
+    """Eight requests are under way for longer than a deadline: the ninth is served after them, not a miss."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 0.4), Terms("far", secrets, 5.0)) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        assert await give(tier, PATH, 9) == 9
+        async with crowded(tier) as pipes:
+            task = asyncio.create_task(take(tier, PATH, 9))
+            await asyncio.sleep(0.6)
+            tier._nodes["far"].give(pipes.pop(), good=True)
+            await task
+        assert tier.counts["peer_busy"] == 0
+
+
+async def test_who_waits_for_its_turn_at_a_peer_that_fails_is_let_go(tmp_path: Path) -> None:
+    """The peer hangs: when those that are under way have ended nobody behind them waits for another deadline."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    async with pair(Terms("near", secrets, 60.0), Terms("far", secrets, 60.0)) as (tier, _):
+        await until(lambda: tier.status()[0]["up"])
+        shared = tier.shared(SPEC, "uid:0", 0)
+        async with crowded(tier):
+            tasks = [asyncio.create_task(tier.find(shared, tokens(n), 0)) for n in range(20)]
+            await until(lambda: len(tier.questions.unasked) == 20)
+            tier._nodes["far"].failed(TimeoutError())
+        async with asyncio.timeout(10.0):
+            assert await asyncio.gather(*tasks) == [[]] * 20
+        assert tier._nodes["far"]._room._value == MAX_OPS
+
+
+@pytest.mark.parametrize("has", [5, 9])
+async def test_who_holds_one_peer_up_waits_for_no_turn_at_the_next(tmp_path: Path, has: int) -> None:
+    """A home has the path, or a part of it: what it has is served though another home's turn does not come."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    ports = dict(zip(("near", "far", "other"), free_ports(3), strict=True))
+    nodes = {name: ("127.0.0.1", port) for name, port in ports.items()}
+    async with storing(None) as store, storing(None) as empty:
+        homes = [
+            Home(each, Terms(name, secrets, 30.0), nodes[name], Fame())
+            for each, name in ((store, "far"), (empty, "other"))
+        ]
+        tier = Direct(nodes, Terms("near", secrets, 1.0), replicas=3)
+        for each in (*homes, tier):
+            each.start()
+        try:
+            await until(lambda: all(row["up"] for row in tier.status()))
+            assert await give(tier, PATH[: has * SPEC.stride], has) == has
+            async with crowded(tier, "other"), asyncio.timeout(5.0):
+                (source,) = await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0)
+            assert (source.node, source.pages) == ("far", has)
+            source.close()
+            await until(lambda: not tier.questions.unasked)
+            await tier.close()
+        finally:
+            for home in homes:
+                await home.close()

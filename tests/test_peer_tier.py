@@ -24,7 +24,7 @@ from kvtier.store.peers import Guest
 from kvtier.store.vram import DeviceMemory
 from kvtier.types import Kind, Presence, Tier
 from peerkit import SPEC, TIERS, Pair, blank, direct, right
-from storekit import quiet, storing, until
+from storekit import MIB, Failing, quiet, storing, until
 
 ALL = spec((FULL, WINDOW, STATE))
 PATH = tokens(*range(1, 10))
@@ -285,6 +285,40 @@ async def test_keys_are_found_by_their_homes_and_fetched_by_position(tmp_path: P
         source.close()
         for place, n in zip(places, (1, 3), strict=True):
             assert np.array_equal(place.views[0], content(keys_of(n), 0, SIZE))
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_what_peers_have_waits_for_room_until_what_it_displaces_is_written(
+    tmp_path: Path, *, keyed: bool
+) -> None:
+    """Host is full of pages that a slow disk is to save first: a peer's come after them, within the engine's time."""
+    cache, disk = KEYED if keyed else SPEC, Failing()
+    path = keys_of(*range(60)) if keyed else tokens(*range(1, 61))
+    async with direct(tmp_path, cache=cache) as pair, storing(tmp_path / "near", MIB, calls=disk) as near:
+        there, engine = Engine(pair.far), Engine(near)
+        await there.open(cache)
+        await (stored_keys(there, path) if keyed else there.put(path))
+        await engine.open(cache)
+        disk.gate.clear()
+        for n in range(1, 5):
+            more = keys_of(*range(100 * n, 100 * n + 64)) if keyed else tokens(*range(100 * n, 100 * n + 64))
+            await (stored_keys(engine, more) if keyed else engine.put(more))
+        assert near.parts.host.free_bytes == 0
+        near.join_fleet(pair.tier)
+        asyncio.get_running_loop().call_later(0.3, disk.gate.set)
+        if keyed:
+            exists = wire.Exists(engine.opened.cache, 0, path)
+            await engine.call(exists)
+            await until(lambda: not near.parts.peers.busy)
+            got = await engine.call(wire.AcquireKeys(engine.opened.cache, 0, path, wait_ms=5000))
+            assert (np.frombuffer(got.items[0].offsets, "<i8") >= 0).all()
+            engine.verify(path, got.items[0])
+            await engine.call(wire.Release(got.lease))
+        else:
+            assert await engine.get(path) == 60
+        there.leave()
+        engine.leave()
+        await until(lambda: not near.parts.peers.busy)
 
 
 @TIERS

@@ -7,15 +7,20 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from engineproc import SPEC, content, path_keys
-from engines import Engine, spec
+from engines import Engine, spec, tokens
 from fleetkit import Fleet, free_ports, until, write_secrets
 from kvtier import wire
 from kvtier.client import Client
+from kvtier.peer import node
 from kvtier.peer.direct import Direct
+from kvtier.peer.fame import Fame
 from kvtier.peer.secrets import read
 from kvtier.peer.terms import Terms
-from kvtier.store import pushes
+from kvtier.server.home import Home
+from kvtier.store import pushes, repairs
 from storekit import storing
 from storekit import until as soon
 
@@ -104,3 +109,43 @@ def test_a_push_of_less_than_a_page_sends_nothing(tmp_path: Path) -> None:
             a.put(path)
         until(a.settled)
         assert sum(a.seen(path).get("b", 0) for path in paths) < 2 * len(paths)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_what_was_given_up_while_a_home_was_down_gets_there_once_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keyed: bool
+) -> None:
+    """It is down for longer than a push is tried and not for long enough to be replaced: then nothing is owed to it."""
+    monkeypatch.setattr(pushes, "RETRY_S", 0.01)
+    monkeypatch.setattr(repairs, "LOOK_S", 0.05)
+    monkeypatch.setattr(node, "PING_S", 0.05)
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    nodes = {name: ("127.0.0.1", port) for name, port in zip(("near", "far"), free_ports(2), strict=True)}
+    cache, keys = spec(key_bytes=16 if keyed else 0), tokens(*range(1, 21))
+    async with storing(None) as near, storing(None) as far:
+        near.join_fleet(Direct(nodes, Terms("near", secrets)))
+        near.parts.peers.start()
+        engine, there = Engine(near), Engine(far)
+        for each in (engine, there):
+            await each.open(cache)
+        if keyed:
+            reply = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, keys))
+            engine.write(keys, reply)
+            await engine.call(wire.Commit(reply.reservation, 0, reply.pages))
+        else:
+            assert await engine.put(keys) == 20
+        await soon(lambda: near.parts.counts["peer_push_dropped_home"])
+        await soon(lambda: not near.parts.peers.busy)
+        home = Home(far, Terms("far", secrets), nodes["far"], Fame())
+        home.start()
+        try:
+            index = far.parts.caches[there.opened.cache].index
+            await soon(lambda: index.pages == len(keys) // cache.stride)
+            await soon(lambda: not (near.parts.peers.busy or near.parts.peers.repairs.walking))
+            assert near.parts.peers.tier.moves() is None
+        finally:
+            await near.parts.peers.close()
+            near.parts.peers = None
+            await home.close()
+        engine.leave()
+        there.leave()

@@ -15,6 +15,7 @@ from conftest import open_files
 from engines import FULL, STATE, WINDOW, Engine, Peer, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
+from kvtier.policy.quota import Rule
 from kvtier.store import slices
 from kvtier.tiers.region import Region
 from kvtier.types import NO_COPY, Code, Kind, KvtierError, Tier
@@ -552,3 +553,27 @@ async def test_rows_are_loaded_from_disk_by_who_holds_more_than_its_cap_was_lowe
         engine.leave()
         assert idle(store) == []
     os.close(fd)
+
+
+# -- room for what goes on ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("quota", "others"), [(0, 5), (24, 4)], ids=["tier", "quota"])
+async def test_room_for_the_next_pages_of_a_prompt_is_not_made_of_its_first_ones(quota: int, others: int) -> None:
+    """A prompt that comes in two parts is whole, though nothing here was used as long ago as its first part."""
+    async with storing(None, host=MIB) as store:
+        store.limit([Rule("scope", "uid:0", {Tier.HOST: quota * 32_768})] if quota else [])
+        engine = Engine(store)
+        await engine.open(PAGE)
+        first, whole = tokens(*range(4)), tokens(*range(16))
+        assert await engine.put(first) == 4
+        handle = (await engine.match(whole)).handle
+        for n in range(1, others + 1):
+            assert await engine.put(tokens(*range(100 * n, 100 * n + 5))) == 5
+        reserved = await engine.call(wire.Reserve(handle, 4, 12, wait_ms=1000))
+        assert (reserved.pages, reserved.refused) == (12, "")
+        engine.write(whole, reserved)
+        await engine.call(wire.Commit(reserved.reservation, 4, 12))
+        assert await engine.get(whole) == 16
+        engine.leave()
+        assert idle(store) == []

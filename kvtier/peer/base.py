@@ -55,7 +55,7 @@ class Move(NamedTuple):
     before: tuple[str, ...]
     """Who they were."""
     fresh: frozenset[str]
-    """Who came back or was started again, and may have lost what it had."""
+    """Who came back or was started again, and may have lost what it had, or missed what it was to get."""
 
 
 class Source(Protocol):
@@ -136,6 +136,9 @@ class PeerTier(Protocol):
 
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """(peer, leading pages) that should be pushed of a path that was computed here."""
+
+    def gave_up(self) -> None:
+        """Something that was to be pushed is not tried again: homes that do not answer now get it once they do."""
 
     def moves(self) -> Move | None:
         """What changed among the hosts since this was asked last; None: nothing (or homes are not hosts)."""

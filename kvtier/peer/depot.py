@@ -8,8 +8,10 @@ is a miss from that page on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
+from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from kvtier.identity import CacheSpec
@@ -21,7 +23,7 @@ from kvtier.peer.reach import Reach, always
 from kvtier.peer.secrets import Secrets
 from kvtier.peer.shelf import HEAD, Mark, Shelf, item_name, marks
 from kvtier.peer.stored import DepotSink, DepotSource, Life
-from kvtier.peer.terms import MIN_BYTES_S
+from kvtier.peer.terms import MAX_OPS, MIN_BYTES_S, TURNS
 
 FULL_S: Final = 5.0
 """So long a store that refused to take something is given nothing."""
@@ -48,6 +50,8 @@ class Depot:
         self.counts = shelf.counts
         self.generations = Generations(shelf, book)
         self._secrets = secrets
+        self._room = asyncio.Semaphore(MAX_OPS)
+        """How much may be under way; each shelf bounds what it does itself, but counts that as time of its servers."""
         self._lacks = Lacks()
         self._full_until = 0.0
 
@@ -63,6 +67,33 @@ class Depot:
         """By when something with so many bytes is over."""
         return time.monotonic() + self.deadline_s + nbytes / MIN_BYTES_S
 
+    async def enter(self, *, hasty: bool = False) -> bool:
+        """Wait until few others are at the store; what is asked has its time (`until`) from then on, until `leave`.
+
+        False: the turn did not come within ten deadlines (`hasty`: one).
+        """
+        try:
+            async with asyncio.timeout(self.deadline_s * (1 if hasty else TURNS)):
+                await self._room.acquire()
+        except TimeoutError:
+            self.counts["peer_busy"] += 1
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Somebody else's turn."""
+        self._room.release()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, *, hasty: bool = False) -> AsyncIterator[bool]:
+        """The same for as long as a block lasts; whether it came."""
+        came = await self.enter(hasty=hasty)
+        try:
+            yield came
+        finally:
+            if came:
+                self.leave()
+
     async def forget(self, shared: Shared) -> None:
         """See PeerTier."""
         await self.generations.end(shared)
@@ -74,11 +105,19 @@ class Depot:
         return self.shelf.up and page_name(shared, keys, have) not in self._lacks
 
     async def find(self, shared: Shared, keys: bytes, have: int) -> list[Source]:
-        """See PeerTier."""
-        found = await self._reach(shared, keys, have)
-        if found is not None and found.pages <= have:
-            self._lacks.note(page_name(shared, keys, have))
-        return [found] if found is not None and found.pages > have else []
+        """See PeerTier. The turn is the source's until that is closed: nobody holds slots while others go first."""
+        if not await self.enter():
+            return []
+        found = None
+        try:
+            found = await self._reach(shared, keys, have)
+            if found is not None and found.pages <= have:
+                self._lacks.note(page_name(shared, keys, have))
+                found = None
+        finally:
+            if found is None:
+                self.leave()
+        return [] if found is None else [found]
 
     async def _reach(self, shared: Shared, keys: bytes, have: int) -> DepotSource | None:
         """What there is of a path; None where the store does not say."""
@@ -104,7 +143,8 @@ class Depot:
 
     async def depth(self, node: str, shared: Shared, keys: bytes) -> int:
         """See PeerTier."""
-        found = await self._reach(shared, keys, 0) if node == self.shelf.name else None
+        async with self.turn(hasty=True) as mine:
+            found = await self._reach(shared, keys, 0) if mine and node == self.shelf.name else None
         return 0 if found is None else found.pages
 
     # -- keys ------------------------------------------------------------------------------------------------------
@@ -120,21 +160,29 @@ class Depot:
     async def holders(self, shared: Shared, group: int, keys: list[bytes]) -> dict[bytes, list[str]]:
         """See PeerTier."""
         self.counts["peer_asked"] += 1
-        until = self.until()
         named = await _marks(shared, b"".join(keys))
-        generation = await self.generations.of(shared, until)
-        if generation is None:
-            return {}
-        found = await self.shelf.has([item_name(shared, generation, mark, group) for mark in named], until)
+        async with self.turn() as mine:
+            until = self.until()
+            generation = await self.generations.of(shared, until) if mine else None
+            if generation is None:
+                return {}
+            found = await self.shelf.has([item_name(shared, generation, mark, group) for mark in named], until)
         return {key: [self.shelf.name] for key, there in zip(keys, found, strict=True) if there}
 
     async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:  # noqa: ARG002
         """See PeerTier."""
-        generation = await self.generations.of(shared, self.until())
+        named = await _marks(shared, keys)
+        if not await self.enter():
+            return None
+        generation = None
+        try:
+            generation = await self.generations.of(shared, self.until())
+        finally:
+            if generation is None:
+                self.leave()
         if generation is None:
             return None
-        life = Life(generation, self.generations.ended)
-        return DepotSource(self, shared, life, await _marks(shared, keys), len(keys) // shared.spec.stride, {})
+        return DepotSource(self, shared, Life(generation, self.generations.ended), named, len(named), {})
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -145,6 +193,9 @@ class Depot:
     def homes(self, shared: Shared, keys: bytes) -> list[tuple[str, int]]:
         """See PeerTier: everything goes to the store."""
         return [(self.shelf.name, len(keys) // shared.spec.stride)]
+
+    def gave_up(self) -> None:
+        """See PeerTier: a store gets what is computed once it answers."""
 
     def moves(self) -> Move | None:
         """See PeerTier: the store is home of everything, whoever comes and goes."""
@@ -166,15 +217,17 @@ class Depot:
         """See PeerTier."""
         if node != self.shelf.name or not self.shelf.up or self._full_until > time.monotonic():
             return None
-        until = self.until()
         named = await _marks(shared, keys)
-        generation = await self.generations.of(shared, until)
-        if generation is None:
-            return None
-        life, pages = self.shelf.life, len(named)
+        pages = len(named)
         full = [group] if shared.spec.keyed else always(shared.spec)
         items = sorted({*((g, at) for g in full for at in range(pages)), *items_of(shared.spec, spare, pages)})
-        there = await self.shelf.has([item_name(shared, generation, named[at], g) for g, at in items], until)
+        async with self.turn() as mine:
+            until = self.until()
+            generation = await self.generations.of(shared, until) if mine else None
+            if generation is None:
+                return None
+            life = self.shelf.life
+            there = await self.shelf.has([item_name(shared, generation, named[at], g) for g, at in items], until)
         lacking = [item for item, has in zip(items, there, strict=True) if has is False]
         if None in there and not lacking:
             return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -16,17 +16,17 @@ from kvtier.identity import CacheSpec
 from kvtier.peer import frames, ring
 from kvtier.peer.ahead import load_of, offered
 from kvtier.peer.base import NOTHING, Ahead, Move, Pick, Shared, Sink, Source
-from kvtier.peer.ends import DirectSink, DirectSource, refused
+from kvtier.peer.ends import DirectSink, DirectSource
 from kvtier.peer.fame import Fame
 from kvtier.peer.items import chunk_pages, items_of, page_name, span_of
 from kvtier.peer.members import Members, keys_of
-from kvtier.peer.node import FAULTS, Node
+from kvtier.peer.node import Node
 from kvtier.peer.pipe import Pipe
+from kvtier.peer.questions import Questions
 from kvtier.peer.speed import Packing
 from kvtier.peer.terms import MAX_OPS, Terms
 from kvtier.types import Kind, KvtierError, bad
 
-T = TypeVar("T")
 THREADS: Final = 16
 AHEAD_BYTES: Final = 4 << 20
 """So much is asked for before it is known to be there and to have room here: a round trip is long beside it."""
@@ -56,6 +56,7 @@ class Direct:
         self._members = Members(nodes, self.name, replicas, self.fame)
         self._late: set[asyncio.Future[Source | None]] = set()
         """Questions whose answers nobody waits for any more."""
+        self.questions = Questions(terms, self.counts)
         self._nodes = {
             each: Node(each, where, terms, most=MAX_OPS, counts=self.counts, grace_s=grace_s)
             for each, where in sorted(nodes.items())
@@ -110,8 +111,12 @@ class Direct:
         try:
             while (waits or others) and not any(source.pages == total for source in found):
                 if waits:
-                    done, waits = await asyncio.wait(waits, timeout=moment, return_when=asyncio.FIRST_COMPLETED)
+                    last = not others and found  # who holds one peer up waits for no turn at the next
+                    until_s = max(0.0, until - loop.time()) if last else moment
+                    done, waits = await asyncio.wait(waits, timeout=until_s, return_when=asyncio.FIRST_COMPLETED)
                     found += [source for task in done if (source := task.result()) is not None]
+                    if last and not done:
+                        break
                 if not any(source.pages == total for source in found):
                     waits |= {loop.create_task(self._find(node, shared, keys, have, until)) for node in others}
                     others, moment = [], None
@@ -121,52 +126,11 @@ class Direct:
             raise
         finally:
             for task in waits:
+                if task in self.questions.unasked:
+                    task.cancel()
                 self._late.add(task)
                 task.add_done_callback(self._close_late)
         return sorted(found, key=lambda source: -source.pages)
-
-    async def ask(
-        self,
-        node: Node,
-        shared: Shared,
-        message: frames.Message,
-        kind: type[T],
-        until: float = 0.0,
-        posted: Pipe | None = None,
-    ) -> tuple[Pipe, T] | None:
-        """A question to one peer on a connection that the caller gives back; None where it does not answer in time.
-
-        `posted`: where it was asked already.
-        """
-
-        async def say(pipe: Pipe, _: asyncio.Timeout) -> T:
-            return await (pipe.heard(kind) if posted else pipe.ask(message, kind))
-
-        return await self._talk(node, shared, say, until, posted)
-
-    async def _talk(
-        self,
-        node: Node,
-        shared: Shared,
-        say: Callable[[Pipe, asyncio.Timeout], Awaitable[T]],
-        until: float = 0.0,
-        posted: Pipe | None = None,
-    ) -> tuple[Pipe, T] | None:
-        """The same of whatever is said and heard; `say` may take more time."""
-        until = until or asyncio.get_running_loop().time() + self.terms.deadline_s
-        try:
-            pipe = posted or await node.take(until)
-        except (*FAULTS, KvtierError) as exc:
-            self.blame(node, exc)
-            return None
-        try:
-            async with asyncio.timeout_at(until) as limit:
-                await node.use(pipe, shared)
-                return pipe, await say(pipe, limit)
-        except BaseException as exc:  # noqa: BLE001 - blame raises what is not the peer's fault
-            node.give(pipe, good=refused(exc))
-            self.blame(node, exc)
-            return None
 
     async def _post(self, node: Node, shared: Shared, keys: bytes, have: int) -> tuple[Pipe, frames.Find] | None:
         """Ask what `_find` asks, and for the first piece, at once; None where that would have to wait for anything."""
@@ -209,7 +173,9 @@ class Direct:
         self.counts["peer_asked"] += 1
         total = len(keys) // shared.spec.stride
         find = frames.Find(shared.id, keys) if posted is None else posted[1]
-        answer = await self.ask(node, shared, find, frames.Found, until, None if posted is None else posted[0])
+        answer = await self.questions.ask(
+            node, shared, find, frames.Found, until, None if posted is None else posted[0]
+        )
         if answer is None:
             return None
         pipe, reply = answer
@@ -234,7 +200,11 @@ class Direct:
         """See PeerTier."""
         peer = self._nodes[node]
         asks = peer.up and len(keys) <= frames.MAX_PATH
-        answer = await self.ask(peer, shared, frames.Find(shared.id, keys), frames.Found) if asks else None
+        answer = (
+            await self.questions.ask(peer, shared, frames.Find(shared.id, keys), frames.Found, hasty=True)
+            if asks
+            else None
+        )
         if answer is None:
             return 0
         pipe, found = answer
@@ -248,16 +218,6 @@ class Direct:
         if not task.cancelled() and task.exception() is None and (source := task.result()) is not None:
             source.close()
 
-    def blame(self, node: Node, exc: BaseException) -> None:
-        """A peer that failed is asked no more for now; one that refused is asked again. Others' errors go on."""
-        if refused(exc):
-            self.counts["peer_refused"] += 1
-        elif isinstance(exc, (*FAULTS, KvtierError)):
-            self.counts["peer_failures"] += 1
-            node.failed(exc)
-        else:
-            raise exc
-
     # -- keys ------------------------------------------------------------------------------------------------------
 
     def answers(self) -> bool:
@@ -267,6 +227,11 @@ class Direct:
     def key_homes(self, shared: Shared, group: int, key: bytes) -> list[str]:
         """See PeerTier."""
         return [name for name in self._members.homes(ring.key_name(shared, group, key)) if name != self.name]
+
+    def gave_up(self) -> None:
+        """See PeerTier."""
+        for node in self._nodes.values():
+            node.missed |= not node.up
 
     def moves(self) -> Move | None:
         """See PeerTier."""
@@ -296,7 +261,7 @@ class Direct:
         """A byte per key; none where the peer does not say in time."""
         self.counts["peer_asked"] += 1
         message = frames.Have(shared.id, group, b"".join(keys))
-        answer = await self.ask(self._nodes[name], shared, message, frames.Has)
+        answer = await self.questions.ask(self._nodes[name], shared, message, frames.Has)
         if answer is None:
             return b""
         self._nodes[name].give(answer[0], good=len(answer[1].have) == len(keys))
@@ -305,7 +270,9 @@ class Direct:
     async def source(self, node: str, shared: Shared, group: int, keys: bytes) -> Source | None:
         """See PeerTier."""
         peer = self._nodes[node]
-        answer = await self.ask(peer, shared, frames.Have(shared.id, group, keys), frames.Has) if peer.up else None
+        answer = (
+            await self.questions.ask(peer, shared, frames.Have(shared.id, group, keys), frames.Has) if peer.up else None
+        )
         if answer is None:
             return None
         pages, have = len(keys) // shared.spec.stride, answer[1].have
@@ -339,7 +306,7 @@ class Direct:
             return None
         load = load_of(self, peer, shared, keys, ahead)
         offer = frames.Offer(shared.id, keys, spare, group, load)
-        answer = await self._talk(peer, shared, partial(offered, self, peer, offer, ahead.places))
+        answer = await self.questions.talk(peer, shared, partial(offered, self, peer, offer, ahead.places))
         peer.lacked = answer is not None and bool(answer[1].picks if load is None else answer[1].stored)
         if answer is None:
             return None
@@ -350,7 +317,7 @@ class Direct:
                 raise bad("stored", "pages that went with the offer", wanted.stored)
         except KvtierError as exc:
             peer.give(pipe, good=False)
-            self.blame(peer, exc)
+            self.questions.blame(peer, exc)
             return None
         return DirectSink(self, peer, pipe, shared, keys, wanted)
 
@@ -371,7 +338,7 @@ class Direct:
 
     async def _weigh(self, node: Node, shared: Shared, keys: bytes) -> frames.Weighed | None:
         """Ask one peer; None where it does not say in time."""
-        answer = await self.ask(node, shared, frames.Weigh(shared.id, keys), frames.Weighed)
+        answer = await self.questions.ask(node, shared, frames.Weigh(shared.id, keys), frames.Weighed, hasty=True)
         if answer is None:
             return None
         node.give(answer[0], good=True)

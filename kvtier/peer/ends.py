@@ -13,6 +13,7 @@ from kvtier.peer.frames import Refusal
 from kvtier.peer.items import echo, items_of, nbytes_of, picks_of, sums_of
 from kvtier.peer.node import FAULTS, Node
 from kvtier.peer.pipe import Pipe
+from kvtier.peer.questions import refused
 from kvtier.types import Code, KvtierError, bad
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class _Held:
         if self._pipe is not None:
             self._peer.give(self._pipe, good=refused(exc))
             self._pipe = None
-            self._tier.blame(self._peer, exc)
+            self._tier.questions.blame(self._peer, exc)
         elif not isinstance(exc, (*FAULTS, KvtierError)):
             raise exc
 
@@ -82,6 +83,7 @@ class DirectSource(_Held):
         super().__init__(tier, peer, pipe, shared, keys)
         self.pages = pages
         self._picks, self._load = picks, load
+        self._fresh_until = time.monotonic() + tier.terms.deadline_s / 2
         self._lacking = lacking
         self._echo = echo(shared.id, keys[: pages * shared.spec.stride])
 
@@ -102,9 +104,12 @@ class DirectSource(_Held):
         return out
 
     def _unusable(self, picks: tuple[Pick, ...]) -> bool:
-        """Whether other items come than these, or the peer hung up: others were fetched from for long."""
+        """Whether other items come than these, or the peer hung up: others were fetched from for long.
+
+        What comes already is not waited for long there: after half of that time it is asked for again.
+        """
         if self._load is not None:
-            return self._picks != picks
+            return self._picks != picks or time.monotonic() > self._fresh_until
         return not self._shared.spec.keyed and not self._open().stream.quiet
 
     async def _again(self) -> None:
@@ -112,7 +117,9 @@ class DirectSource(_Held):
         self.close()
         self._load = None
         keys = self._keys[: self.pages * self._shared.spec.stride]  # it may have more by now
-        answer = await self._tier.ask(self._peer, self._shared, frames.Find(self._shared.id, keys), frames.Found)
+        answer = await self._tier.questions.ask(
+            self._peer, self._shared, frames.Find(self._shared.id, keys), frames.Found
+        )
         if answer is not None:
             self._pipe, found = answer
             if found.pages < self.pages:
@@ -211,11 +218,6 @@ class DirectSink(_Held):
         except BaseException as exc:
             self._fail(exc)
             raise
-
-
-def refused(exc: BaseException) -> bool:
-    """Whether a peer answered, with a no."""
-    return isinstance(exc, Refusal)
 
 
 def _bounded(field: str, number: int, most: int) -> None:

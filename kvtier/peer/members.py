@@ -6,6 +6,7 @@ again. Each host goes by what it sees itself; where two see it differently, a pr
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Sequence
 
@@ -15,6 +16,8 @@ from kvtier.peer import ring
 from kvtier.peer.base import Move, Shared
 from kvtier.peer.fame import Fame
 from kvtier.peer.node import Node
+
+_log = logging.getLogger("kvtier.peer")
 
 
 class Members:
@@ -41,7 +44,7 @@ class Members:
         return found[at:] + found[:at]
 
     def look(self, nodes: Collection[Node]) -> Move | None:
-        """What changed since the last look: who is away, who is back or was started again; None: nothing."""
+        """What changed since the last look: who is away, and who is back, was started again or missed some."""
         away = frozenset(node.name for node in nodes if node.away)
         fresh = {name for name in self._away if name not in away}
         for node in nodes:
@@ -49,8 +52,15 @@ class Members:
                 if self._lives.setdefault(node.name, node.incarnation) != node.incarnation:
                     fresh.add(node.name)
                 self._lives[node.name] = node.incarnation
+            if node.missed and node.up:
+                node.missed = False
+                fresh.add(node.name)
         if away == self._away and not fresh:
             return None
+        for name in away - self._away:
+            _log.warning("peer %s has been down for too long: others are homes in its place", name)
+        if fresh:
+            _log.info("pages are given to peers that may lack them: %s", ", ".join(sorted(fresh)))
         move = Move(tuple(self._present), frozenset(fresh))
         self._away = away
         self._present = [name for name in self.names if name not in away]

@@ -22,10 +22,12 @@ from kvtier.peer.names import Found, Resolver
 from kvtier.peer.pace import pace
 from kvtier.peer.pipe import Pipe
 from kvtier.peer.speed import Link
-from kvtier.peer.terms import Terms
+from kvtier.peer.terms import TURNS, Terms
 from kvtier.types import Code, KvtierError
 
 PING_S: Final = 1.0
+STALL_S: Final = 0.01
+"""A loop that has time notices sooner that a deadline is over."""
 FAULTS: Final = (OSError, EOFError, TimeoutError)
 
 _log = logging.getLogger("kvtier.peer")
@@ -52,6 +54,8 @@ class Node:
         self.counts = counts
         self.lacked = True
         """Whether it lacked something of the path that it was offered last."""
+        self.missed = False
+        """Whether something that it was to get was given up while it did not answer."""
         self._grace_s = grace_s
         self._since = time.monotonic()
         """When it was up last, while it is not."""
@@ -91,8 +95,15 @@ class Node:
         until = asyncio.get_running_loop().time() + self._terms.deadline_s
         if self._line is None:
             self._line = await self._connect(until)
-        async with asyncio.timeout_at(until):
-            await self._line.ask(frames.Ping(), frames.Done)
+        limit = asyncio.timeout_at(until)
+        try:
+            async with limit:
+                await self._line.ask(frames.Ping(), frames.Done)
+        except TimeoutError:
+            if overlooked(limit, self._line):
+                self._hang_up()
+                return
+            raise
         if not self.up:
             _log.info("peer %s answers", self.name)
         self.up, self.why = True, ""
@@ -114,22 +125,26 @@ class Node:
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    async def take(self, until: float) -> Pipe:
-        """A connection for one request, to be given back, by that loop time.
+    async def take(self, until: float, *, hasty: bool = False) -> tuple[Pipe, float]:
+        """A connection for one request, to be given back, and by when that is to be answered (in loop time).
 
-        Raises what connecting raises, TimeoutError, and a Refusal where too many requests are under way.
+        That is `until`, or a deadline after its turn came: nobody is slow because others are served first. Raises what
+        connecting raises, TimeoutError, and a Refusal where too many requests are under way for so long (`hasty`: at
+        `until`).
         """
         if self._room.locked():
-            await self._turn(until)
+            now = asyncio.get_running_loop().time
+            await self._turn(until if hasty else now() + TURNS * self._terms.deadline_s)
+            until = until if hasty else now() + self._terms.deadline_s
         else:
             await self._room.acquire()
         try:
             while self._idle:
                 pipe = self._idle.pop()
                 if pipe.stream.quiet:
-                    return pipe
+                    return pipe, until
                 pipe.close()
-            return await self._connect(until)
+            return await self._connect(until), until
         except BaseException:
             self._room.release()
             raise
@@ -146,13 +161,16 @@ class Node:
         return pipe
 
     async def _turn(self, until: float) -> None:
-        """Wait until one request more may be under way; raises a Refusal."""
+        """Wait until one request more may be under way; raises a Refusal, also where the peer fails meanwhile."""
         try:
             async with asyncio.timeout_at(until):
                 await self._room.acquire()
         except TimeoutError:
             self.counts["peer_busy"] += 1
             raise Refusal(Code.BUSY, f"too many requests are under way to peer {self.name}") from None
+        if not self.up:
+            self._room.release()
+            raise Refusal(Code.BUSY, f"peer {self.name} failed while others were served first")
 
     def give(self, pipe: Pipe, *, good: bool) -> None:
         """Give a connection back; one that is not `good` is closed."""
@@ -230,3 +248,9 @@ class Node:
         self._hang_up()
         while self._idle:
             self._idle.pop().close()
+
+
+def overlooked(limit: asyncio.Timeout, pipe: Pipe) -> bool:
+    """Whether this host itself stood still until it was too late, and an answer is there by now."""
+    over, now = limit.when(), asyncio.get_running_loop().time()
+    return over is not None and now - over > STALL_S and not pipe.stream.quiet

@@ -28,6 +28,8 @@ MAX_OPS: Final = 8
 PING_S: Final = 1.0
 SLOTS: Final = 16384
 UNASKED: Final = "not asked yet"
+MOVING: Final = ("MOVED", "ASK", "CLUSTERDOWN")
+"""What a server of a Cluster says of names that it does not have."""
 FAULTS: Final = (OSError, EOFError, TimeoutError, ReplyError, ValueError)
 """ValueError: what came is no reply."""
 
@@ -53,6 +55,8 @@ class Server:
         self.up = False
         self.why = UNASKED
         self.life = 0
+        self._refusal = self._told = ""
+        """What it refused the last write with, and what of that was logged."""
         self._login = login
         self._pool = ThreadPoolExecutor(MAX_OPS + 1, "kvtier-redis")
         self._deadline_s = deadline_s
@@ -104,6 +108,8 @@ class Server:
         except BaseException:
             one.close()
             raise
+        if one.refusal is not None:
+            self._refusal, one.refusal = one.refusal, None
         line.clear()  # from here on it is nobody's to cut
         self._idle.append(one)
         return result
@@ -152,6 +158,9 @@ class Server:
         if not self.up:
             _log.info("the shared store at %s:%d answers", *self.address)
         self.up, self.why = True, ""
+        if self._refusal not in {"", self._told, *MOVING}:
+            _log.warning("the shared store at %s:%d refuses what it is given: %s", *self.address, self._refusal)
+        self._told = self._refusal
 
     def failed(self, exc: BaseException) -> None:
         """It did not do what was asked: ask nothing more until it answers a ping."""
@@ -177,7 +186,8 @@ class Server:
     def status(self) -> dict[str, Any]:
         """For people."""
         where = "{}:{}".format(*self.address)
-        return {"name": f"redis {where}", "address": where, "up": self.up, "why": self.why, "idle": len(self._idle)}
+        why = self.why or (f"refuses what it is given: {self._refusal}" if self._refusal not in {"", *MOVING} else "")
+        return {"name": f"redis {where}", "address": where, "up": self.up, "why": why, "idle": len(self._idle)}
 
 
 class RedisShelf:
@@ -298,7 +308,7 @@ class RedisShelf:
         if not isinstance(reply, ReplyError):
             return reply
         self.counts["peer_refused"] += 1
-        if str(reply).startswith(("MOVED", "ASK", "CLUSTERDOWN")):
+        if str(reply).startswith(MOVING):
             self._moved.set()
         return None
 

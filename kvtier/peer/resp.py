@@ -21,6 +21,7 @@ from kvtier.peer.stream import silent
 
 BUFFER: Final = 16 << 10
 MAX_LINE: Final = 4096
+MAX_WORD: Final = 16
 MAX_SMALL: Final = 1 << 20
 """The longest value that is not read into views."""
 MAX_DEPTH: Final = 8
@@ -44,6 +45,8 @@ class Line:
         self.where = where
         self.until = until
         self.cut = False
+        self.refusal: str | None = None
+        """What the last write was refused with: the first word of it, for servers may repeat what they were given."""
         self._tls = tls is not None
         self._buffer = bytearray(BUFFER)
         self._have = (0, 0)
@@ -107,12 +110,14 @@ class Line:
             out += [b"*%d\r\n" % (3 + len(expire)), *map(_bulk, words), b"$%d\r\n" % want.nbytes, *want.views, b"\r\n"]
             out += map(_bulk, expire)
         self.send(_merged(out))
+        self.refusal = ""
         return [self._said_ok() for _ in wants]
 
     def _said_ok(self) -> bool:
         try:
             return bool(self.reply() == b"OK")
-        except ReplyError:
+        except ReplyError as exc:
+            self.refusal = str(exc).partition(" ")[0][:MAX_WORD]
             return False
 
     # -- replies -----------------------------------------------------------------------------------------------------

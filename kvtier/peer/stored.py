@@ -27,7 +27,7 @@ class Life(NamedTuple):
 
 
 class DepotSource:
-    """What the store has of a path (or of keys)."""
+    """What the store has of a path (or of keys). Has its turn at the store until it is closed."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class DepotSource:
         self._life = life
         self._named = named
         self._read = heads
+        self._open = True
 
     async def fetch(self, places: Sequence[Place]) -> list[int | None]:
         """See Source."""
@@ -65,7 +66,7 @@ class DepotSource:
                 mine = pieces(names[at], head, places[at], states[at])
                 wants += mine
                 owner += [at] * len(mine)
-        done = await shelf.read(wants, depot.until(sum(want.nbytes for want in wants))) if wants else []
+        done = await shelf.read(wants, depot.until(2 * sum(want.nbytes for want in wants))) if wants else []
         failed = {at: ok for at, ok in zip(owner, done, strict=True) if not ok}
         out: list[int | None] = [None] * len(places)
         spoilt: list[str] = []
@@ -105,6 +106,9 @@ class DepotSource:
 
     def close(self) -> None:
         """See Source."""
+        if self._open:
+            self._open = False
+            self._depot.leave()
 
 
 class DepotSink:
@@ -147,6 +151,13 @@ class DepotSink:
 
     async def send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
         """See Sink."""
+        async with self._depot.turn() as mine:
+            if not mine:
+                raise OSError("too much is under way with the shared store")
+            return await self._send(places, sums)
+
+    async def _send(self, places: Sequence[Place], sums: Sequence[int]) -> int:
+        """Write the bytes, then the heads."""
         depot, shelf, spec = self._depot, self._depot.shelf, self._shared.spec
         until = depot.until(2 * nbytes_of(spec, [(place.group, place.page) for place in places]))
         heads: list[Want] = []

@@ -10,6 +10,8 @@ from kvtier.peer.tls import Certs
 
 MAX_OPS: Final = 8
 """Requests under way to one peer."""
+TURNS: Final = 10
+"""A request waits for so many deadlines at most until one more may be under way."""
 SHARING: Final = 2 * MAX_OPS
 """A rate is believed to be shared by so many: all that may, and as much again for whatever else is slow."""
 MIN_RATE: Final = 1 << 20

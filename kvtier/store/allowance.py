@@ -25,6 +25,10 @@ class Allowance:
         self._space = space
         self._quotas = space.ways.quotas
 
+    def free(self, cache: Cache, needs: list[int]) -> bool:
+        """Whether so many items more are within the cache's quota as things are."""
+        return not self._quotas.over(cache, cost_of(cache, needs), self._space.tier)
+
     def fits(self, cache: Cache, needs: list[int]) -> bool:
         """Whether so many items more are within the cache's quota, after its rule's coldest pages went."""
         return not self._quotas.blocks(cache, cost_of(cache, needs), self._space.tier, self._evict)

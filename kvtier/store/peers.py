@@ -33,6 +33,9 @@ from kvtier.types import KvtierError
 MAX_ASKING: Final = 256
 """Prompts for which peers are asked at a time; more are misses."""
 ROOM_MS: Final = 50
+"""A home that is pushed to says within the peer's deadline whether it has room."""
+LONG_ROOM_MS: Final = 1000
+"""What is fetched waits until pages that it displaces are written: engines have deadlines of their own."""
 TRIES: Final = 3
 """So often peers are asked for a prompt whose pages did not come."""
 
@@ -51,9 +54,11 @@ class Guest(Instance):
 
     guest = True
 
-    def __init__(self, parts: Parts, name: str, cap_bytes: int) -> None:
+    def __init__(self, parts: Parts, name: str, cap_bytes: int, *, room_ms: int = ROOM_MS) -> None:
+        """`room_ms`: how long room is waited for."""
         super().__init__(name, "", cap_bytes)
         self.parts = parts
+        self._room_ms = room_ms
         self.process = Process(next(parts.numbers), self, None, lambda _: None, events=False)
         self.processes.add(self.process)
 
@@ -70,7 +75,7 @@ class Guest(Instance):
             wire.Want(g, _packed([p for p in spare.get(g, ()) if start <= p < start + pages])) for g in others
         )
         try:
-            reply = tokens.reserve(self.process, wire.Reserve(number, start, pages, wants, ROOM_MS))
+            reply = tokens.reserve(self.process, wire.Reserve(number, start, pages, wants, self._room_ms))
             return await self._known(cache, reply)
         finally:
             self.forget(number)
@@ -78,7 +83,7 @@ class Guest(Instance):
     async def reserve_keys(self, keys: Keys, cache: Cache, group: int, names: bytes) -> Granted:
         """Slots for those of the (concatenated) keys that are not here."""
         self._join(cache)
-        reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, ROOM_MS))
+        reply = keys.reserve(self.process, wire.ReserveKeys(cache.number, group, names, self._room_ms))
         return await self._known(cache, reply)
 
     async def _known(self, cache: Cache, reply: wire.Reserved | Awaitable[wire.Reserved]) -> Granted:
@@ -134,7 +139,7 @@ class Peers:
         self.counts = parts.counts
         self._tokens = tokens
         self._commits = commits
-        self._guest = Guest(parts, "peers", cap_bytes)
+        self._guest = Guest(parts, "peers", cap_bytes, room_ms=LONG_ROOM_MS)
         self.keys = KeyPeers(tier, keys, commits, self._guest)
         self._asking: dict[tuple[int, bytes], asyncio.Task[None]] = {}
         self.pushes = Pushes(parts, tier, self.keys)

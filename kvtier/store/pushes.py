@@ -116,6 +116,7 @@ class Pushes:
         key, waits = (cache, node), self._later.get((cache, node))
         if tries + 1 >= TRIES:
             self._counts["peer_push_dropped_home"] += 1
+            self.tier.gave_up()
         elif waits is not None:
             self._later[key] = waits._replace(end=max(end, waits.end), tries=min(tries + 1, waits.tries))
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -59,15 +60,13 @@ class Reserving:
         if space is None or not space.memory.budget_bytes:
             return Reserved(0, 0, refused=Code.NO_SPACE)
         ask = Ask(process, path, msg, wanted, space)
-        version, absent = cache.index.version, self._lacking(cache, path.keys, msg.start, wanted)
+        absent = self._lacking(cache, path.keys, msg.start, wanted)
         fits = self._fits(ask, absent)
         lack = [mask[:fits] for mask in absent]
         needs = [int(mask.sum()) for mask in lack]
-        if space.allowance.fits(cache, needs):
+        if space.allowance.free(cache, needs):
             got = [cache.pools[space.tier].alloc(g, n) if n else array("q") for g, n in enumerate(needs)]
             if all(len(have) == n for have, n in zip(got, needs, strict=True)):
-                if cache.index.version != version:  # a quota made it give up pages, which may be of this path
-                    absent = self._lacking(cache, path.keys, msg.start, wanted)
                 return self._fill(ask, got, "", absent)
             space.give_back(cache, got)
         groups: list[int] = np.nonzero(np.stack(lack, axis=1))[1].tolist()  # page by page
@@ -85,7 +84,8 @@ class Reserving:
 
     async def _reserve_later(self, ask: Ask, groups: list[int], deadline: float) -> Reserved:
         cache, space = ask.path.cache, ask.space
-        got = await space.take_first(cache, groups, deadline)
+        with self._kept(ask):
+            got = await space.take_first(cache, groups, deadline)
         if cache.retired or ask.process.instance.gone:
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
@@ -95,6 +95,12 @@ class Reserving:
         whole = sum(map(len, got)) == len(groups)
         short = "" if whole else space.allowance.short(cache, groups)
         return self._fill(ask, got, short, self._lacking(cache, ask.path.keys, ask.msg.start, ask.wanted))
+
+    def _kept(self, ask: Ask) -> AbstractContextManager[None]:
+        """Let no room be made of what is here of the path itself: pages are of no use without those before them."""
+        cache, msg = ask.path.cache, ask.msg
+        node, end = cache.radix.deepest(ask.path.keys[: (msg.start + msg.pages) * cache.index.stride])
+        return self.parts.leased(cache, cache.radix.ending_at(node, end) if end else node)
 
     @staticmethod
     def _fits(ask: Ask, lack: list[Mask]) -> int:
