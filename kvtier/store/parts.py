@@ -16,6 +16,7 @@ from kvtier.store.copying import Copying
 from kvtier.store.instance import Instance, Process
 from kvtier.store.links import Links
 from kvtier.store.loads import Loads
+from kvtier.store.patience import Patience
 from kvtier.store.persist import Persist
 from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
@@ -78,6 +79,7 @@ class Parts:
         """Handles, leases, reservations: begun at random, so that one of an earlier daemon is never somebody else's."""
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
+        self.patience = Patience(self.instances)
         self.requests = Requests()
         self.closing: set[asyncio.Task[None]] = set()
         """What is being let go of and takes a while."""
@@ -138,8 +140,9 @@ class Parts:
         return self.space.leased(cache, *nodes)
 
     def unlease(self, cache: Cache, node: Node) -> None:
-        """Let a path go, freeing what was doomed on it."""
+        """Let a path go that an engine held, freeing what was doomed on it."""
         self.space.unlease(cache, node)
+        self.patience.stir()
 
     def admit(self, res: Reservation) -> None:
         """Count a new reservation; one with nothing to fill is over at once."""

@@ -85,7 +85,7 @@ class Reserving:
 
     async def _reserve_later(self, ask: Ask, groups: list[int], deadline: float) -> Reserved:
         cache, space = ask.path.cache, ask.space
-        got = await space.take_first(cache, groups, deadline)
+        got = await self.parts.patience.take(space, cache, groups, ask.process.instance, deadline)
         if cache.retired or ask.process.instance.gone:
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
