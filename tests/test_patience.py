@@ -162,3 +162,22 @@ async def test_who_waits_is_let_go_of_when_its_engine_ends(tmp_path: Path) -> No
         await gone
         assert Tier.HOST in {segment.tier for segment in (await four.match(prompt(3))).segments}
         await left(store, [one, two, four])
+
+
+async def test_engines_that_wait_for_each_other_are_answered_long_before_their_time_is_up(tmp_path: Path) -> None:
+    """Each holds half of host and asks for more before it lets go of any: one is refused, and goes on."""
+    async with storing(tmp_path, host=MIB) as store:
+        one, two = out = await engines(store, 2)
+        held = [await lease(one, prompt(0)), await lease(two, prompt(1))]
+        for engine in (one, two):
+            engine.process.instance.cap_bytes = MIB
+
+        async def more(engine: Engine, mine: wire.Acquired, number: int) -> int:
+            pages = (await engine.reserve(prompt(number), wait_ms=LONG_MS)).pages
+            await engine.call(wire.Release(mine.lease))
+            return pages
+
+        async with asyncio.timeout(60):
+            pages = await asyncio.gather(more(one, held[0], 8), more(two, held[1], 9))
+        assert sorted(pages) in ([0, HALF], [0, 0])
+        await left(store, out)
