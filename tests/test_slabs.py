@@ -14,7 +14,7 @@ from kvtier.index import Order
 from kvtier.store import slabs, space
 from kvtier.store.ways import Ways
 from kvtier.types import Kind, Tier
-from storekit import MIB, quiet, storing
+from storekit import MIB, quiet, storing, until
 
 SMALL = spec((GroupSpec(Kind.FULL, 1, 1, 16 << 10),), model="small")
 LARGE = spec((GroupSpec(Kind.FULL, 1, 1, 32 << 10),), model="large")
@@ -35,6 +35,20 @@ def prompt(n: int, pages: int = 8) -> bytes:
     return tokens(*range(100 * n, 100 * n + pages))
 
 
+async def test_a_rest_of_host_that_makes_no_slab_keeps_no_room_from_being_made_ahead(tmp_path: Path) -> None:
+    """Few budgets are so many whole slabs."""
+    async with storing(tmp_path, host=4 * MIB + (8 << 10), ways=Ways("lru", high_water=0.9)) as store:
+        engine = Engine(store)
+        await engine.open(SMALL)
+        for n in range(60):
+            await engine.put(prompt(n), wait_ms=5000)
+            await quiet(store)
+        assert store.parts.host.free_bytes > 0
+        pool = store.parts.host.pools[0]
+        await until(lambda: pool.used(0) <= 0.9 * pool.capacity(0))
+        engine.leave()
+
+
 @pytest.mark.parametrize("high_water", [0.9, 1.0])
 async def test_a_pool_that_nobody_uses_any_more_does_not_keep_its_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, high_water: float
@@ -42,7 +56,7 @@ async def test_a_pool_that_nobody_uses_any_more_does_not_keep_its_share(
     """A model of another shape takes its place: what it works with fits host, and is served from host."""
     monkeypatch.setattr(slabs, "BARREN_S", 0.0)
     clock = Clock()
-    async with storing(tmp_path, host=4 * MIB, ways=Ways("lru", clock, high_water=high_water)) as store:
+    async with storing(tmp_path, host=4 * MIB + (8 << 10), ways=Ways("lru", clock, high_water=high_water)) as store:
         old, new = Engine(store, "old", pid=1), Engine(store, "new", pid=2)
         await old.open(SMALL)
         await new.open(LARGE)

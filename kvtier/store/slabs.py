@@ -89,7 +89,7 @@ class Slabs:
         So a pool that nobody uses any more does not keep its share for ever.
         """
         loop = asyncio.get_running_loop()
-        if self._growing is not None or self._space.memory.free_bytes or loop.time() < self._alike.get(pool, 0.0):
+        if self._growing is not None or loop.time() < self._alike.get(pool, 0.0):
             return
         now, (kept, used) = self._space.ways.now(), self._turn(pool)
         long_ago = now - max(IDLE_S, COLDER * (now - used))

@@ -152,8 +152,8 @@ class Space:
             asyncio.get_running_loop().call_soon(self._make_ahead, pool)
 
     def _over(self, pool: SlotPool, share: float) -> list[int]:
-        """Items of each group beyond that share of its slots; none while there is memory that no pool has."""
-        if share >= 1 or self.memory.free_bytes:
+        """Items of each group beyond that share of its slots; none while there is memory to grow by."""
+        if share >= 1 or self.memory.free_bytes >= pool.step_bytes:
             return []
         return [
             max(0, pool.used(group) - int(pool.capacity(group) * share)) // per_item
