@@ -136,7 +136,7 @@ async def test_two_who_need_room_at_once_empty_no_slab_twice() -> None:
         assert await engine.put(tokens(*range(30))) == 30
         pool = store.parts.host.pools[0]
         slab = pool.slabs[0]
-        empty = store.parts.space._empty
+        empty = store.parts.space.slabs.empty
         assert await asyncio.gather(empty(pool, slab), empty(pool, slab)) == [True, False]
         assert slab not in pool.slabs
         assert not await empty(pool, slab)

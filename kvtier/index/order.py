@@ -220,9 +220,9 @@ class Order:
         """Around what is done with a leaf that was popped: where that raises, as a policy may, it is put back."""
         return Kept(index, node, self.tier)
 
-    def turn(self, now: float, share: int) -> tuple[bool, float]:
+    def turn(self, now: float, share: int = ANY) -> tuple[bool, float]:
         """When a quota's leaf that goes first was used last. After all others: one to be kept, then none at all."""
-        found = self._first(share, now, own=True)
+        found = self._coldest(now) if share == ANY else self._first(share, now, own=True)
         return (True, math.inf) if found is None else (found.kept, found.time)
 
     def _coldest(self, now: float) -> First | None:

@@ -106,6 +106,7 @@ class Attached:
         if not instance.processes:
             instance.gone = True
             self.parts.instances.pop((instance.scope, instance.name), None)
+            self.parts.patience.stir()  # what it waits for itself ends
             instance.paths.clear()
             self.commits.let_go(list(instance.reservations.values()))
             self._drop_leases(instance, next(self.parts.numbers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -60,6 +61,14 @@ class Cache:
         self.own = 0
         """Leases of the daemon's own jobs, for which no engine answers."""
         self.counts: Counter[str] = Counter()
+        self.used = 0.0
+        """When an engine asked for something of it last; 0: not since the daemon began."""
+
+    @property
+    def last_used(self) -> float:
+        """When it was used, as far as some of its beginnings say that were used before the daemon began."""
+        beginnings = itertools.islice((self.index.root.children or {}).values(), 0 if self.used else 16)
+        return max((node.time for node in beginnings), default=self.used)
 
     @property
     def radix(self) -> RadixIndex:

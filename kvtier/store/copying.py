@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.mover import Mover, Urgency, batches, copy_items, digests
+from kvtier.mover import INLINE_BYTES, Mover, Urgency, batches, copy_items, digests
 from kvtier.store.cache import Cache
 from kvtier.store.carrier import Carrier
 from kvtier.types import Code, KvtierError, Tier
@@ -30,8 +30,12 @@ class Copying:
     async def copy(self, cache: Cache, moves: Sequence[Move], urgency: Urgency) -> None:
         """Copy items; ends only when no byte moves any more. Raises busy, io, Stuck (of the device)."""
         if not any(Tier.DEVICE in {move.source[0], move.target[0]} for move in moves):
-            pairs = [(cache.views(m.group, m.source[1]), cache.views(m.group, m.target[1])) for m in moves]
-            await self.mover.run(copy_items, pairs, urgency=urgency)
+            for part in batches(moves, lambda move: cache.item_bytes[move.group]):
+                pairs = [(cache.views(m.group, m.source[1]), cache.views(m.group, m.target[1])) for m in part]
+                if sum(cache.item_bytes[m.group] for m in part) <= INLINE_BYTES:  # sooner done than handed over
+                    copy_items(pairs)
+                else:
+                    await self.mover.run(copy_items, pairs, urgency=urgency)
             return
         for part in batches(moves, lambda move: cache.item_bytes[move.group]):
             spans = [

@@ -171,6 +171,10 @@ class Instance:
             return self.device_cap - self.device_held
         return self.cap_bytes - self.held_bytes
 
+    def held(self, tier: int) -> int:
+        """Bytes of a tier that are held."""
+        return self.device_held if tier == Tier.DEVICE else self.held_bytes
+
     def hold(self, tier: int, cost: int) -> None:
         """Count bytes of a tier that are held, or (less than 0) are not any more."""
         if tier == Tier.DEVICE:

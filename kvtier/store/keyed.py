@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Awaitable
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 from kvtier.index import Node
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Instance, Lease, Process
-from kvtier.store.loads import Missing
+from kvtier.store.loads import Brought, Missing
 from kvtier.store.parts import Parts
 from kvtier.store.reserve import SETTLED, Reservation
 from kvtier.types import NO_COPY, Code, Presence, Tier, bad
@@ -209,13 +210,23 @@ class Keys:
     async def _load(
         self, instance: Instance, cache: Cache, names: list[bytes], group: int, deadline: float
     ) -> Acquired:
-        lease, nodes = self.hold(instance, cache, names, group)
-        try:
-            await self.parts.loads.bring(cache, self.missing(cache, nodes, group), deadline)
-        except BaseException:
-            self.drop(instance, lease)
-            raise
-        return self._grant(instance, lease, nodes)
+        with self.parts.patience.turn(cache.pool, Tier.HOST, instance, deadline) as turn:
+            while True:
+                lease, nodes = self.hold(instance, cache, names, group)
+                try:
+                    brought = await self.parts.loads.bring(cache, self.missing(cache, nodes, group), deadline)
+                except BaseException:
+                    self.drop(instance, lease)
+                    raise
+                lacking = len(self.missing(cache, nodes, group)) * cache.slot_cost(group)
+                limit = self.parts.ways.quotas.limit(cache, Tier.HOST)
+                fits = limit is None or lease.cost <= limit
+                if brought is not Brought.SHORT or not lacking or not fits:
+                    return self._grant(instance, lease, nodes)
+                turn.quietly(functools.partial(self.drop, instance, lease))
+                if not await turn.again(lacking):
+                    lease, nodes = self.hold(instance, cache, names, group)
+                    return self._grant(instance, lease, nodes)
 
     def _grant(self, instance: Instance, lease: Lease, nodes: list[Node | None]) -> Acquired:
         """Register the lease and say where its items are; a key without a host copy gets -1."""
@@ -277,7 +288,7 @@ class Keys:
         """Slots for the absent keys, or for as many as there is room for by the deadline, and why there are no more."""
         space, group = self.parts.space, names[0][0]
         wanted = [group] * self.lack(instance, cache, names)
-        got = await space.take_first(cache, wanted, deadline)
+        got = await self.parts.patience.take(space, cache, wanted, instance, deadline)
         whole = len(got[group]) == len(wanted)
         return got[group], "" if whole else space.allowance.short(cache, wanted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import itertools
 import logging
 import time
@@ -42,6 +43,19 @@ class Missing(NamedTuple):
 
 Plan = list[tuple[Missing, int]]
 """Items and the host slots that they are to be brought to."""
+Load = asyncio.Task[bool]
+"""Brings some items; whether there was no room for all."""
+
+
+class Brought(enum.Enum):
+    """What became of items that were to be loaded."""
+
+    ALL = enum.auto()
+    """Nothing more is on its way, and there was room for all."""
+    SHORT = enum.auto()
+    """Nothing more is on its way; there was no room for some."""
+    LATE = enum.auto()
+    """Some are still on their way."""
 
 
 class Loads:
@@ -52,7 +66,7 @@ class Loads:
         self.mover = mover
         self.space = space
         self.counts = counts
-        self.moving: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+        self.moving: dict[tuple[int, int, int], Load] = {}
         """(tier, handle there, group) -> the load that brings it."""
         self.mending: dict[tuple[int, int], asyncio.Task[None]] = {}
         """(group, handle in host) -> what puts its bytes right."""
@@ -88,18 +102,20 @@ class Loads:
         """Whether somebody brings some of these already."""
         return any((m.tier, m.handle, m.group) in self.moving for m in missing) if self.moving else False
 
-    async def bring(self, cache: Cache, missing: list[Missing], deadline: float) -> bool:
-        """Load the items; False at the deadline, after which loads go on by themselves."""
+    async def bring(self, cache: Cache, missing: list[Missing], deadline: float) -> Brought:
+        """Load the items, until the deadline; after that loads go on by themselves."""
         waits = await self.begin(cache, missing, deadline)
         left = deadline - asyncio.get_running_loop().time()
+        late: set[Load] = set()
         if waits:
             _, late = await asyncio.wait(waits, timeout=max(0.0, left))
-            return not late
-        return False
+        if late or not waits:
+            return Brought.LATE
+        return Brought.SHORT if any(not each.cancelled() and each.result() for each in waits) else Brought.ALL
 
-    async def begin(self, cache: Cache, missing: list[Missing], deadline: float) -> set[asyncio.Task[None]]:
+    async def begin(self, cache: Cache, missing: list[Missing], deadline: float) -> set[Load]:
         """Begin to load them, some at a time; returns the loads that bring them."""
-        waits: set[asyncio.Task[None]] = set()
+        waits: set[Load] = set()
         for at in range(0, len(missing), AT_ONCE):
             if at:
                 await asyncio.sleep(0)
@@ -118,7 +134,7 @@ class Loads:
                 out += self.missing(cache, node, [(group, at, min(AT_ONCE, first + count - at))], tiers)
         return out
 
-    def start(self, cache: Cache, missing: list[Missing], deadline: float) -> set[asyncio.Task[None]]:
+    def start(self, cache: Cache, missing: list[Missing], deadline: float) -> set[Load]:
         """Begin loading what nobody loads yet; returns the loads that bring the items."""
         wanted = {(m.tier, m.handle, m.group): m for m in missing}
         waits = {self.moving[key] for key in wanted if key in self.moving}
@@ -132,12 +148,13 @@ class Loads:
                 self.moving[m.tier, m.handle, m.group] = task
         return waits
 
-    async def _load(self, cache: Cache, batch: list[Missing], deadline: float) -> None:
-        """Read one batch into fresh slots and publish what verified, under leases of its own.
+    async def _load(self, cache: Cache, batch: list[Missing], deadline: float) -> bool:
+        """Read one batch into fresh slots and publish what verified, under leases of its own; whether room was short.
 
         What a device had wrong comes from disk, where that has it too; by then no load finds this one to wait for.
         """
         wrong: list[Missing] = []
+        short = False
         try:
             got = await self.space.take_first(cache, [m.group for m in batch], deadline)
             plan = []
@@ -146,6 +163,7 @@ class Loads:
                     plan.append((m, got[m.group].pop(0)))
                 else:
                     self.counts["loads_no_space"] += 1
+                    short = True
             self.space.give_back(cache, got)
             with self.space.coming(cache, [m.group for m, _ in plan]):
                 wrong = await self._bring_all(cache, plan)
@@ -162,6 +180,7 @@ class Loads:
                 again += self.missing(cache, m.node, [(m.group, m.page, 1)], but=m.tier)
         if again:
             await asyncio.wait(self.start(cache, again, deadline))
+        return short
 
     async def _bring_all(self, cache: Cache, plan: Plan) -> list[Missing]:
         """Fill slots tier by tier; gives what did not verify."""

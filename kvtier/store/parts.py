@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
+import logging
 import secrets
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
 from kvtier.index import Node, Order
@@ -16,6 +18,7 @@ from kvtier.store.copying import Copying
 from kvtier.store.instance import Instance, Process
 from kvtier.store.links import Links
 from kvtier.store.loads import Loads
+from kvtier.store.patience import Patience
 from kvtier.store.persist import Persist
 from kvtier.store.requests import Requests
 from kvtier.store.reserve import Reservation
@@ -36,10 +39,14 @@ if TYPE_CHECKING:
     from kvtier.store.peers import Peers
 
 MAX_CACHES = 4096
+MOST_FORGOTTEN: Final = 64
+MOST_NODES: Final = 4096
+"""So many caches are forgotten at once for others, of so many nodes together: some milliseconds."""
 MAX_EPOCHS = 1 << 16
 """Caches that were reset, remembered while nobody has them open where no disk does it."""
 MAX_SCOPES = 64
 """Each has arenas of its own: address space and descriptors that stay."""
+log = logging.getLogger("kvtier.store")
 
 
 class Parts:
@@ -78,6 +85,7 @@ class Parts:
         """Handles, leases, reservations: begun at random, so that one of an earlier daemon is never somebody else's."""
         self.instances: dict[tuple[str, str], Instance] = {}
         """Attached engines by (scope, name)."""
+        self.patience = Patience(self.instances)
         self.requests = Requests()
         self.closing: set[asyncio.Task[None]] = set()
         """What is being let go of and takes a while."""
@@ -131,15 +139,18 @@ class Parts:
         """A cache that this process opened; raises unknown."""
         if number not in process.ranks:
             raise KvtierError(Code.UNKNOWN, f"this process has not opened cache {number}", "cache")
-        return self.caches[number]
+        cache = self.caches[number]
+        cache.used = self.now()
+        return cache
 
     def leased(self, cache: Cache, *nodes: Node) -> AbstractContextManager[None]:
         """Hold paths for a job of the daemon's own."""
         return self.space.leased(cache, *nodes)
 
     def unlease(self, cache: Cache, node: Node) -> None:
-        """Let a path go, freeing what was doomed on it."""
+        """Let a path go that an engine held, freeing what was doomed on it."""
         self.space.unlease(cache, node)
+        self.patience.stir()
 
     def admit(self, res: Reservation) -> None:
         """Count a new reservation; one with nothing to fill is over at once."""
@@ -188,8 +199,7 @@ class Parts:
         used = {number for i in self.instances.values() for number in i.in_use(self.caches)}
         for cache in [c for c in self.caches.values() if c.number not in used]:
             index = cache.index
-            coming = self.ways.quotas.writing[cache]
-            if not (index.nodes or index.doomed or index.root.refs or cache.reservations or coming):
+            if not (index.nodes or self._busy(cache)):
                 if cache.disk is not None and self.disk is not None:
                     self.disk.drop_cache(cache.disk)
                 self.ways.quotas.leave(cache)
@@ -210,11 +220,40 @@ class Parts:
         self.epochs = {base: e for base, e in self.epochs.items() if base in known or e > on_disk(base)}
 
     def room_for(self, spec: CacheSpec, scope: str, epoch: int) -> None:
-        """Raise over_cap where one cache more would be too many."""
+        """Where one cache more would be too many, forget the longest unused ones; raises over_cap where none can go."""
         if len(self.caches) >= MAX_CACHES and cache_id(spec, scope, epoch) not in self.ids:
             self.prune()
             if len(self.caches) >= MAX_CACHES:
+                self._forget()
+            if len(self.caches) >= MAX_CACHES:
                 raise KvtierError(Code.OVER_CAP, f"{MAX_CACHES} caches are open or hold pages")
+
+    def _forget(self) -> None:
+        """Empty the longest unused caches, whatever is in them, that nobody has open or holds anything of.
+
+        What tenants stored who never came back would else keep new ones out for ever, however much room there is.
+        """
+        used = {number for i in self.instances.values() for number in i.in_use(self.caches)}
+        caches = [cache for number, cache in self.caches.items() if number not in used and not self._busy(cache)]
+        idle = [cache for cache in caches if cache.index.nodes <= MOST_NODES]
+        nodes = gone = 0
+        for cache in heapq.nsmallest(MOST_FORGOTTEN, idle, key=lambda each: each.last_used):
+            nodes += cache.index.nodes
+            if gone and nodes > MOST_NODES:
+                break
+            for node in leaves(list((cache.index.root.children or {}).values())):
+                cache.release(cache.index.cut(node).freed, None)
+            gone += 1
+        if gone:
+            if not self.counts["caches_forgotten"]:
+                log.warning("there are %d caches: from now on the longest unused make way for others", MAX_CACHES)
+            self.counts["caches_forgotten"] += gone
+            self.prune()  # their pages on disk go with them
+
+    def _busy(self, cache: Cache) -> bool:
+        """Whether something of a cache is held, or on its way."""
+        index = cache.index
+        return bool(index.doomed or index.root.refs or cache.reservations or self.ways.quotas.writing[cache])
 
     async def forever(self, process: Process) -> None:
         """Wait until the store closes or a process has ended, whatever happens to the waiting task."""

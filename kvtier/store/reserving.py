@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Awaitable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -84,8 +85,8 @@ class Reserving:
 
     async def _reserve_later(self, ask: Ask, groups: list[int], deadline: float) -> Reserved:
         cache, space = ask.path.cache, ask.space
-        with self._kept(ask):
-            got = await space.take_first(cache, groups, deadline)
+        keep = partial(self._kept, ask)
+        got = await self.parts.patience.take(space, cache, groups, ask.process.instance, deadline, keep)
         if cache.retired or ask.process.instance.gone:
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)

@@ -1,4 +1,4 @@
-"""Makes room in a tier of slots: evict the coldest leaves, wait for what saves them, take slabs from richer pools."""
+"""Makes room in a tier of slots: evict the coldest leaves, wait for what saves them, take slabs from other pools."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ import numpy as np
 
 from kvtier.index import ANY, Index, Node, Order
 from kvtier.index.node import LOCAL
-from kvtier.mover import Urgency
 from kvtier.store.allowance import Allowance, cost_of
 from kvtier.store.cache import Cache
-from kvtier.store.carrier import Stuck
-from kvtier.store.copying import Copying, Move
+from kvtier.store.copying import Copying
 from kvtier.store.persist import Persist
-from kvtier.store.slices import SLICE_S, sliced
+from kvtier.store.slabs import Slabs
+from kvtier.store.slices import SLICE_S
 from kvtier.store.ways import Ways
 from kvtier.tiers.host import SlabTier
 from kvtier.tiers.pool import SlotPool
-from kvtier.tiers.slab import Slab, SlotState
 from kvtier.types import NO_COPY, Tier
 
-STEAL_TRIES = 4
-BARREN_S = 1.0
 AHEAD_S: Final = 3e-4
 """A slice of evictions that nobody waits for; a good part of a long leaf at a time is cheaper than a few pages."""
 MAX_UNSAVED = 64
@@ -76,8 +72,7 @@ class Space:
         self.orders: dict[SlotPool, Order] = {}
         self._ahead: set[SlotPool] = set()
         """Pools in which room is being made ahead."""
-        self._barren: dict[SlotPool, float] = {}
-        """Loop time until which a pool does not ask the richer ones again."""
+        self.slabs = Slabs(self)
 
     def order_of(self, pool: SlotPool) -> Order:
         """The leaves whose eviction frees slots of this pool."""
@@ -90,7 +85,7 @@ class Space:
         """These pools are no more."""
         for pool in pools:
             self.orders.pop(pool, None)
-            self._barren.pop(pool, None)
+            self.slabs.forget(pool)
 
     async def take(self, cache: Cache, needs: list[int], deadline: float) -> list[array[int]]:
         """Up to needs[group] reserved slots' handles per group; fewer when no room could be made by `deadline`.
@@ -128,7 +123,8 @@ class Space:
         loop = asyncio.get_running_loop()
         progress = True
         while progress and any(missing := [n - len(have) for n, have in zip(needs, got, strict=True)]):
-            progress = loop.time() < deadline and await self._fair(pool)
+            progress = loop.time() < deadline and await self.slabs.fair(pool, deadline)
+            self.slabs.grow_soon(pool)
             progress = progress or self.evict(pool, missing, slice_s=SLICE_S)
             if not progress and loop.time() < deadline:
                 progress = await self._wait_or_steal(pool, missing, deadline)
@@ -148,14 +144,16 @@ class Space:
         """One slice, and another until the low mark is reached or nothing goes."""
         self._ahead.discard(pool)  # whatever a policy raises, there is a next time
         wanted = self._over(pool, 2 * self.ways.high_water - 1)
+        if any(wanted):
+            self.slabs.grow_soon(pool)
         if any(wanted) and self.evict(pool, wanted, slice_s=AHEAD_S):
             self.counts["slices_ahead"] += 1
             self._ahead.add(pool)
             asyncio.get_running_loop().call_soon(self._make_ahead, pool)
 
     def _over(self, pool: SlotPool, share: float) -> list[int]:
-        """Items of each group beyond that share of its slots; none while there is memory that no pool has."""
-        if share >= 1 or self.memory.free_bytes:
+        """Items of each group beyond that share of its slots; none while there is memory to grow by."""
+        if share >= 1 or self.memory.free_bytes >= pool.step_bytes:
             return []
         return [
             max(0, pool.used(group) - int(pool.capacity(group) * share)) // per_item
@@ -174,15 +172,18 @@ class Space:
 
         A page that no slower tier holds is offered to the next one first; where that is refused, it is lost only when
         there is no copy to drop that such a tier has too. A group without any slot is not helped by evicting pages of
-        the others. Of one quota, or of all. Ends after `slice_s`, once something goes.
+        the others. Of one quota, or of all. Ends `slice_s` after something went first: what is passed over before that
+        would else be passed over again for every few pages.
         """
         order = self.order_of(pool)
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
         dropped = offered = 0
         unsaved: list[tuple[Index, Node]] = []
-        until = time.perf_counter() + slice_s
+        until = math.inf
         try:
-            while offered < max(left) and (not (dropped or offered) or time.perf_counter() < until):
+            while offered < max(left) and time.perf_counter() < until:
+                if (dropped or offered) and math.isinf(until):
+                    until = time.perf_counter() + slice_s
                 taken = order.pop(self.ways.now(), share) if len(unsaved) < MAX_UNSAVED else None
                 if taken is None and not unsaved:
                     break
@@ -254,122 +255,7 @@ class Space:
 
     async def _wait_or_steal(self, pool: SlotPool, missing: list[int], deadline: float) -> bool:
         """Get room from elsewhere: what is being written comes free, or another pool gives a slab."""
-        if await self.below.progress(deadline):
-            return True
-        return await self._steal(pool) or await self._regroup(pool, missing)
-
-    # -- slabs of other pools -----------------------------------------------------------------------------------
-
-    async def _fair(self, pool: SlotPool) -> bool:
-        """Let a pool below its fair share grow before it evicts its own pages; no second try soon after a failure."""
-        now = asyncio.get_running_loop().time()
-        if not self._poor(pool) or now < self._barren.get(pool, 0.0):
-            return False
-        if await self._steal(pool):
-            return True
-        self._barren[pool] = now + BARREN_S
-        return False
-
-    def _poor(self, pool: SlotPool) -> bool:
-        """Whether a pool has less than its fair share of the budget."""
-        owners = sum(1 for p in self.memory.pools if p.total_bytes) + (0 if pool.total_bytes else 1)
-        return pool.total_bytes < self.memory.budget_bytes // max(1, owners)
-
-    async def _steal(self, pool: SlotPool) -> bool:
-        """Empty one slab of the richest other pool; True when memory went back to the budget."""
-        donors = sorted((p for p in self.memory.pools if p is not pool and p.total_bytes), key=lambda p: -p.total_bytes)
-        for donor in donors:
-            before = self.memory.free_bytes
-            donor.shed()
-            if self.memory.free_bytes > before:
-                return True
-            if donor.total_bytes <= pool.total_bytes and pool.total_bytes:
-                return False
-            for slab in sorted((s for s in donor.slabs if not s.closed), key=lambda s: s.used)[:STEAL_TRIES]:
-                if await self._empty(donor, slab):
-                    self.counts["slabs_moved"] += 1
-                    return True
-        return False
-
-    async def _regroup(self, pool: SlotPool, missing: list[int]) -> bool:
-        """Empty one slab of a group of the same pool that has more than each of those that lack room."""
-        slabs = pool.slabs
-        share = [sum(s.hi - s.lo for s in slabs if s.group == group) for group in range(len(missing))]
-        most = max(share[group] for group, n in enumerate(missing) if n)
-        spare = [s for s in slabs if not s.closed and not missing[s.group] and share[s.group] > most]
-        for slab in sorted(spare, key=lambda s: s.used)[:STEAL_TRIES]:
-            if await self._empty(pool, slab):
-                self.counts["slabs_moved"] += 1
-                return True
-        return False
-
-    async def _empty(self, donor: SlotPool, slab: Slab) -> bool:
-        """Evict as many cold pages as the slab holds, then relocate what is left in it."""
-        if slab.closed:  # by somebody else who needs room, while this one emptied another
-            return False
-        donor.close_slab(slab)
-        needs = [0] * len(donor.shape.slot_bytes)
-        left = slab.used
-        try:
-            while left > 0:
-                before = donor.used(slab.group)
-                needs[slab.group] = -(-left // donor.shape.slots_per_item[slab.group])
-                if not self.evict(donor, needs, slice_s=AHEAD_S):
-                    break
-                left -= before - donor.used(slab.group)
-                await asyncio.sleep(0)
-            for cache in [c for c in self.caches.values() if c.pools.get(self.tier) is donor]:
-                async for node in sliced(cache.index.walk()):
-                    for at in self._inside(cache, node, slab):
-                        await self._relocate(cache, node, at, slab.group, slab)
-        finally:
-            if slab.used:
-                donor.reopen_slab(slab)
-        return not slab.used
-
-    async def _relocate(self, cache: Cache, node: Node, depth: int, group: int, slab: Slab) -> None:
-        """Move one item out of the slab, unless somebody holds it."""
-        index = cache.index
-        node, at = index.locate(node, depth)
-        if node.dead or node.refs or at >= node.pages:
-            return
-        pool = cache.pools[self.tier]
-        old = index.get(node, at, self.tier, group)
-        if old == NO_COPY or not _holds(pool, slab, group, old):
-            return
-        fresh = pool.alloc(group, 1)
-        if not fresh:
-            return
-        index.lease(node)
-        pool.mark(group, [old], SlotState.RELOCATING)
-        copied = stuck = False
-        try:
-            move = Move(group, (self.tier, old), (self.tier, fresh[0]))
-            await self.copying.copy(cache, [move], Urgency.BACKGROUND)
-            copied = True
-        except Stuck:
-            stuck = True
-        finally:
-            pool.mark(group, [old], SlotState.CACHED)
-            where, at = index.locate(node, depth)
-            if stuck:
-                pool.mark(group, fresh, SlotState.QUARANTINED)
-            elif copied and where.refs == 1 and not where.dead:
-                pool.mark(group, fresh, SlotState.CACHED)
-                pool.free(group, [index.move(where, at, self.tier, group, fresh[0])])
-                self.counts["pages_relocated"] += 1
-            else:
-                pool.free(group, fresh)
-            self.unlease(cache, node)
-
-    def _inside(self, cache: Cache, node: Node, slab: Slab) -> list[int]:
-        """Page numbers of a node's items with a slot in the slab."""
-        held = node.handles(self.tier, slab.group)
-        if held is None:
-            return []
-        pool = cache.pools[self.tier]
-        there = np.flatnonzero(held != NO_COPY).tolist()
-        return [node.depth + at for at in there if _holds(pool, slab, slab.group, int(held[at]))]
+        return await self.below.progress(deadline) or await self.slabs.give(pool, missing, deadline)
 
     @contextlib.contextmanager
     def leased(self, cache: Cache, *nodes: Node) -> Iterator[None]:
@@ -387,11 +273,6 @@ class Space:
     def unlease(self, cache: Cache, node: Node) -> None:
         """Let a path go, freeing what was doomed on it."""
         cache.release(cache.index.unlease(node), self.persist.disk)
-
-
-def _holds(pool: SlotPool, slab: Slab, group: int, handle: int) -> bool:
-    """Whether one of the item's slots is in the slab."""
-    return any(slab.lo <= address < slab.hi for address in pool.offsets(group, [handle]))
 
 
 def _needs(cache: Cache, groups: Sequence[int]) -> list[int]:

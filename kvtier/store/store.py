@@ -181,6 +181,7 @@ class Store(Attached):
             await asyncio.wait(self.parts.closing)
         if self.parts.vram is not None:
             await self.parts.vram.close()
+        await self.parts.space.slabs.close()
         self.parts.close()
 
     # -- caches ----------------------------------------------------------------------------------------------------

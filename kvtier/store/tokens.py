@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import functools
 import time
 from collections.abc import Awaitable
 
@@ -15,6 +16,8 @@ from kvtier.index import Found, Node
 from kvtier.store import misses
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Instance, Lease, Path, Process
+from kvtier.store.loads import Brought
+from kvtier.store.patience import Turn
 from kvtier.store.reserving import Reserving
 from kvtier.store.segments import segments
 from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
@@ -226,16 +229,26 @@ class Tokens(Reserving):
 
     async def _load(self, instance: Instance, path: Path, pages: int, deadline: float, tiers: Tiers) -> Acquired:
         """Bring the missing pages; a lost copy or the deadline leaves the longest prefix that can be read in place."""
-        for _ in range(MAX_TRIES):
+        with self.parts.patience.turn(path.cache.pool, Tier.HOST, instance, deadline) as turn:
+            return await self._tried(instance, path, pages, deadline, tiers, turn)
+
+    async def _tried(
+        self, instance: Instance, path: Path, pages: int, deadline: float, tiers: Tiers, turn: Turn
+    ) -> Acquired:
+        """Try until all is there, or what is there cannot become more in time."""
+        tries, asked = 0, pages
+        while (tries := tries + 1) <= MAX_TRIES:
             lease = self._hold(instance, path, pages, tiers)
             if lease is None:
                 break
             cache, node = lease.cache, lease.nodes[0]
+            brought = None
             try:
                 needed = cache.radix.needed(lease.pages)
                 missing = await self.parts.loads.lacking(cache, node, needed, lease.tiers)
                 begun, own = time.perf_counter(), not self.parts.loads.under_way(missing)
-                brought = missing and await self.parts.loads.bring(cache, missing, deadline)
+                if missing:
+                    brought = await self.parts.loads.bring(cache, missing, deadline)
                 took = time.perf_counter() - begun
             except BaseException:
                 self._drop(instance, lease)
@@ -243,12 +256,17 @@ class Tokens(Reserving):
             if not cache.gone(node) and cache.radix.resumable(node, lease.pages, LOCAL)[1] == lease.pages:
                 _, pages = cache.radix.resumable(node, lease.pages, lease.tiers)  # time or room is up
                 if pages == lease.pages:
-                    if brought and own:  # else not all of these bytes came in that time
+                    if brought is Brought.ALL and own:  # else not all of these bytes came in that time
                         slowest = Tier(max(m.tier for m in missing))
                         nbytes = sum(cache.item_bytes[m.group] for m in missing)
                         self.parts.links.links[slowest].note(nbytes, took, time.monotonic())
                     return self._grant(instance, lease)
-            self._drop(instance, lease)
+            turn.quietly(functools.partial(self._drop, instance, lease))
+            lacking = _cost(cache, lease.pages) - _cost(cache, max(0, pages))
+            limit = self.parts.ways.quotas.limit(cache, Tier.HOST)
+            fits = limit is None or _cost(cache, lease.pages) <= limit
+            if brought is Brought.SHORT and fits and await turn.again(lacking):
+                tries, pages = 0, asked
         return Acquired(0, 0)
 
     def _grant(self, instance: Instance, lease: Lease) -> Acquired:

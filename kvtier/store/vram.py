@@ -236,6 +236,7 @@ class Vram:
 
     async def close(self) -> None:
         """Let what moves end."""
+        await self.space.slabs.close()
         await self.demote.settled()
         await self.promote.settled()
         if self._failed is not None:

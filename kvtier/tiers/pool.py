@@ -144,6 +144,11 @@ class SlotPool:
         """Bytes taken from the budget."""
         return sum(group.bytes for group in self._groups)
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes by which it grows at least, whichever group needs them: what is left of a budget may be less."""
+        return max(*self.shape.slot_bytes, self.slab_bytes // 8)
+
     def capacity(self, group: int) -> int:
         """Slots of the group, free or not."""
         return self._groups[group].slots
