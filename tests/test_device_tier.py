@@ -19,6 +19,7 @@ from kvtier.identity import GroupSpec
 from kvtier.store import Store
 from kvtier.store.shifts import Shifter
 from kvtier.store.vram import DeviceMemory
+from kvtier.tiers.vram import DEVICE_ARENA
 from kvtier.types import Code, Kind, KvtierError, Tier
 from lazydevice import LazyDevice, Site
 from storekit import KINDS, MIB, maker, quiet, storing, until
@@ -314,7 +315,12 @@ async def test_a_device_that_stops_is_given_up_and_the_store_lives(how: str, kin
         assert await engine.put(tokens(*range(80, 84))) == 4
         assert (await engine.match(lost)).pages == 0
         handle = (await engine.match(tokens(7))).handle
-        assert (await engine._call(wire.Reserve(handle, 0, 1, device=True))).refused == Code.NO_SPACE
+        there = await engine._call(wire.Reserve(handle, 0, 1, device=True, running=True))
+        assert there.refused == Code.NO_SPACE, "nobody computes in host"
+        here = await engine._call(wire.Reserve(handle, 0, 1, device=True))
+        arena = int.from_bytes(here.items[0].offsets[:8], "little") >> wire.ARENA_SHIFT
+        assert (here.pages, arena < DEVICE_ARENA) == (1, True), "who had mapped it stores in host"
+        await engine._call(wire.Abort(here.reservation))
         with pytest.raises(KvtierError, match="no device tier here"):
             await other.map()
         for each in (engine, other):

@@ -170,12 +170,14 @@ def test_a_device_that_fails(tmp_path: Path, calm: Daemon) -> None:
             eventually(lambda: device("state") == "sick")
             fault.unlink()
             assert "injected" in device("sick")
+            before = engine("so_far")
+            eventually(lambda: engine("so_far")["stored"] > before["stored"])
             eventually(alarm)
             stored = disk(daemon)["runs_written"]
             beside.notices_nothing(resting(engine.process.send_signal))
             assert beside.put([1, 2, 3]) == 3
             eventually(lambda: disk(daemon)["runs_written"] > stored)
-            eventually(lambda: engine("so_far")["served"])
+            eventually(lambda: engine("so_far")["served"] > before["served"])
             done = engine("rest")
         finally:
             engine.close()

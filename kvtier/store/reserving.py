@@ -57,7 +57,7 @@ class Reserving:
         if cache.retired:
             return Reserved(0, 0, refused=Code.UNKNOWN)
         self.parts.opened(process, cache.number)  # a sibling's handle says nothing of which shard this one holds
-        space = self._space(process, cache, device=msg.device)
+        space = self._space(process, cache, msg)
         if space is None or not space.memory.budget_bytes:
             return Reserved(0, 0, refused=Code.NO_SPACE)
         ask = Ask(process, path, msg, wanted, space)
@@ -73,15 +73,19 @@ class Reserving:
         groups: list[int] = np.nonzero(np.stack(lack, axis=1))[1].tolist()  # page by page
         return self._reserve_later(ask, groups, deadline)
 
-    def _space(self, process: Process, cache: Cache, *, device: bool) -> Space | None:
-        """Where the slots come from; None where there is no such tier (any more) for this cache. Raises bad_request."""
-        if not device:
+    def _space(self, process: Process, cache: Cache, msg: Reserve) -> Space | None:
+        """Where the slots come from: host, too, where the device has failed. Raises bad_request.
+
+        None where an engine would compute in a device's slots and there is none (any more) for this cache.
+        """
+        if not msg.device:
             return self.parts.space
         if not process.device:
             raise bad("device", "a process that said UseDevice")
         vram = self.parts.vram
-        ready = vram is not None and vram.state == "ready" and Tier.DEVICE in cache.pools
-        return vram.space if vram is not None and ready else None
+        if vram is not None and vram.state == "ready" and Tier.DEVICE in cache.pools:
+            return vram.space
+        return None if msg.running else self.parts.space
 
     async def _reserve_later(self, ask: Ask, groups: list[int], deadline: float) -> Reserved:
         cache, space = ask.path.cache, ask.space
@@ -90,7 +94,7 @@ class Reserving:
         if cache.retired or ask.process.instance.gone:
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.UNKNOWN)
-        if self._space(ask.process, cache, device=ask.msg.device) is not space:  # the device failed meanwhile
+        if self._space(ask.process, cache, ask.msg) is not space:  # the device failed meanwhile
             space.give_back(cache, got)
             return Reserved(0, 0, refused=Code.NO_SPACE)
         whole = sum(map(len, got)) == len(groups)
