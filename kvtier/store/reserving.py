@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -102,7 +102,12 @@ class Reserving:
         return self._fill(ask, got, short, self._lacking(cache, ask.path.keys, ask.msg.start, ask.wanted))
 
     def _kept(self, ask: Ask) -> AbstractContextManager[None]:
-        """Let no room be made of what is here of the path itself: pages are of no use without those before them."""
+        """Let no room be made of what only this tier has of the path itself: pages are of no use without their first.
+
+        Where a slower tier takes them they make room as others do: a prompt may be larger than the tier.
+        """
+        if ask.space.below.there:
+            return nullcontext()
         cache, msg = ask.path.cache, ask.msg
         node, end = cache.radix.deepest(ask.path.keys[: (msg.start + msg.pages) * cache.index.stride])
         return self.parts.leased(cache, cache.radix.ending_at(node, end) if end else node)
