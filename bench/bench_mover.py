@@ -34,6 +34,7 @@ from kvtier.policy import Policy, every, load
 from kvtier.store import Store
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.host import HostTier
+from kvtier.turns import short_turns
 from kvtier.types import Kind, Tier
 
 PAGE = 1 << 20
@@ -146,6 +147,7 @@ async def moving(bench: Bench, folder: Path, total: int) -> None:
     raw = Raw(folder / "raw", source, total)
     bed = Bed(folder / "tier", total)
     await bed.start()
+    short_turns()  # as the daemon has them
     both: Samples = {OURS: [], "O_DIRECT": []}
     late: Samples = {OURS: [], "idle loop": []}
     gc.collect()
