@@ -43,7 +43,7 @@ def disk(daemon: Daemon) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def first() -> Iterator[None]:
+def ahead_of_others() -> Iterator[None]:
     """Before all else on the cores."""
     with faultkit.first():
         yield

@@ -89,7 +89,7 @@ class Stack:
         """One request for these pages, its root first, in steps."""
         self._now += 1
         owner, scale = self.owner, self.scale
-        weights = [1 if hot and name in hot else scale for name in names] if hot else [scale] * len(names)
+        weights = [1 if name in hot else scale for name in names] if hot else [scale] * len(names)
         start, above, known = 0, 0, len(names)
         lasts: list[int] = []
         for at in range(0, known, STEP):

@@ -5,48 +5,21 @@ Nothing is sick then: the tier goes on with the slabs that have room behind them
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import Any, Final
 
 from kvtier.tiers.cells import BLOCK, Cells
 from kvtier.tiers.extentfile import Extents
+from kvtier.tiers.lanecall import LaneCall
 from kvtier.tiers.lanes import Lanes
 
 log = logging.getLogger("kvtier.disk")
 
 TRY_S: Final = 10.0
 """So long after there was no room for a slab the file system is asked again."""
-
-
-class _Try:
-    """One call in a lane: whether there is room behind a slab now."""
-
-    def __init__(
-        self, slab: int, extents: Extents, post: Callable[..., Any], ended: Callable[[int, bool], None]
-    ) -> None:
-        self._slab = slab
-        self._extents = extents
-        self._post = post
-        self._ended = ended
-
-    def run(self) -> None:
-        """Ask."""
-        try:
-            self._extents.back(self._slab)
-        except OSError:
-            self._tell(False)
-        else:
-            self._tell(True)
-
-    def drop(self) -> None:
-        """The tier closes."""
-
-    def _tell(self, there: bool) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._post(self._ended, self._slab, there)
 
 
 class Backing:
@@ -92,11 +65,12 @@ class Backing:
         slab = self._cells.first_parked()
         if slab >= 0:
             self._trying = True
-            self._lanes.submit(_Try(slab, self._extents, self._post, self._tried), urgent=False)
+            call, ended = partial(self._extents.back, slab), partial(self._tried, slab)
+            self._lanes.submit(LaneCall(call, self._post, ended), urgent=False)
 
-    def _tried(self, slab: int, there: bool) -> None:
+    def _tried(self, slab: int, error: str) -> None:
         self._trying = False
-        if there:
-            self._cells.unpark(slab)
-        else:
+        if error:
             self._due = monotonic() + TRY_S
+        else:
+            self._cells.unpark(slab)

@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 from kvtier.tiers.catalogue import Catalogue
 from kvtier.tiers.cells import BLOCK
-from kvtier.tiers.commits import code_of
 from kvtier.tiers.extentfile import Extents
+from kvtier.tiers.lanecall import Done, LaneCall
 from kvtier.tiers.lanes import Lanes
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.records import Damaged
 from kvtier.tiers.relocate import Relocator
-from kvtier.types import Code
 
 AT_ONCE: Final = 16
 """Slabs whose free bytes one job discards; nothing is stored in them meanwhile."""
 LOOK: Final = 128
 """Records compared in one transaction."""
 
-Done = Callable[[str], None]
 Submit = Callable[[Done, bool], None]
 """Queue a flush: `done` gets an error code or an empty string; with True the catalogue is written anew as well."""
-
-
-class _Job:
-    """One call in a lane; `ended` is posted to the owner with an error code."""
-
-    def __init__(self, call: Callable[[], None], post: Callable[..., Any], ended: Done) -> None:
-        self._call = call
-        self._post = post
-        self._ended = ended
-
-    def run(self) -> None:
-        """Make the call."""
-        error = ""
-        try:
-            self._call()
-        except OSError as caught:
-            error = code_of(caught)
-        self._tell(error)
-
-    def drop(self) -> None:
-        """The tier closes."""
-        self._tell(Code.CLOSING.value)
-
-    def _tell(self, error: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._post(self._ended, error)
 
 
 class Upkeep:
@@ -200,4 +171,4 @@ class Upkeep:
             self._submit(lambda fault: done(fault, gone), True)
 
     def _job(self, call: Callable[[], Any], ended: Done) -> None:
-        self._lanes.submit(_Job(call, self._post, ended), urgent=False)
+        self._lanes.submit(LaneCall(call, self._post, ended), urgent=False)
