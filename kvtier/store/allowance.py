@@ -33,6 +33,11 @@ class Allowance:
         """Whether so many items more are within the cache's quota, after its rule's coldest pages went."""
         return not self._quotas.blocks(cache, cost_of(cache, needs), self._space.tier, self._evict)
 
+    def never(self, cache: Cache, nbytes: int) -> bool:
+        """Whether the cache's quota is less than so many bytes, whatever goes."""
+        limit = self._quotas.limit(cache, self._space.tier)
+        return limit is not None and nbytes > limit
+
     def short(self, cache: Cache, groups: Sequence[int]) -> Code:
         """Why fewer slots came than an item of each of these groups needs."""
         over = self._quotas.over(cache, sum(cache.slot_cost(group) for group in groups), self._space.tier)
@@ -56,8 +61,7 @@ class Allowance:
         counts, evicted = self._space.counts, f"pages_evicted_{self._space.name}"
         gone = counts[evicted]
         while not self.fits(cache, needs):
-            limit = self._quotas.limit(cache, self._space.tier)
-            never = limit is not None and cost_of(cache, needs) > limit
+            never = self.never(cache, cost_of(cache, needs))
             moving = bool(self._quotas.moving) and asyncio.get_running_loop().time() < deadline
             if not never and (counts[evicted] > gone or moving):
                 gone = counts[evicted]

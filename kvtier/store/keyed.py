@@ -219,9 +219,8 @@ class Keys:
                     self.drop(instance, lease)
                     raise
                 lacking = len(self.missing(cache, nodes, group)) * cache.slot_cost(group)
-                limit = self.parts.ways.quotas.limit(cache, Tier.HOST)
-                fits = limit is None or lease.cost <= limit
-                if brought is not Brought.SHORT or not lacking or not fits:
+                never = self.parts.space.allowance.never(cache, lease.cost)
+                if brought is not Brought.SHORT or not lacking or never:
                     return self._grant(instance, lease, nodes)
                 turn.quietly(functools.partial(self.drop, instance, lease))
                 if not await turn.again(lacking):

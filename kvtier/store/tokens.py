@@ -263,9 +263,8 @@ class Tokens(Reserving):
                     return self._grant(instance, lease)
             turn.quietly(functools.partial(self._drop, instance, lease))
             lacking = _cost(cache, lease.pages) - _cost(cache, max(0, pages))
-            limit = self.parts.ways.quotas.limit(cache, Tier.HOST)
-            fits = limit is None or _cost(cache, lease.pages) <= limit
-            if brought is Brought.SHORT and fits and await turn.again(lacking):
+            never = self.parts.space.allowance.never(cache, _cost(cache, lease.pages))
+            if brought is Brought.SHORT and not never and await turn.again(lacking):
                 tries, pages = 0, asked
         return Acquired(0, 0)
 
