@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+import signalkit
 from kvtier import wire
 from kvtier.client import page_keys
 from kvtier.demo.daemon import Daemon
@@ -76,7 +77,7 @@ def right(lease: Any, pages: int, seed: int = 0) -> bool:
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """A process that is stopped meanwhile, as a daemon that hangs."""
-    os.kill(pid, signal.SIGSTOP)
+    signalkit.send(pid, signal.SIGSTOP)
     try:
         yield
     finally:

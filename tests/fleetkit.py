@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+import signalkit
 from engineproc import CELL, HEADS, LAYERS, SPEC, content, path_keys
 from kvtier import wire
 from kvtier.client import Client
@@ -114,7 +115,7 @@ class Host:
 
     def signal(self, number: int) -> None:
         """Stop it, let it go on, or worse."""
-        os.kill(self.daemon.pid, number)
+        signalkit.send(self.daemon.pid, number)
 
     def engine(self) -> Client:
         """The engine, attached when first needed."""

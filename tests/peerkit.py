@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
+import signalkit
 from engines import content, idle, spec
 from fleetkit import FLEET, SECRET, free_ports, write_secrets
 from kvtier.demo.daemon import Daemon
@@ -190,7 +191,7 @@ class Peer:
 
     def signal(self, number: int) -> None:
         """Stop it, or let it go on."""
-        os.kill(self.daemon.pid, number)
+        signalkit.send(self.daemon.pid, number)
 
 
 @contextlib.asynccontextmanager

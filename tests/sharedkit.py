@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import shutil
 import signal
 import socket
@@ -19,6 +18,7 @@ from typing import Self
 
 import pytest
 
+import signalkit
 from fleetkit import free_ports
 
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -91,7 +91,7 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Stop it, or let it go on."""
-        os.kill(self._process.pid, number)
+        signalkit.send(self._process.pid, number)
 
     def kill(self) -> None:
         """Kill -9, and reap."""
