@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.identity import CacheSpec, GroupSpec, chain_keys
 from kvtier.index import KeyedIndex, Order, RadixIndex
+from kvtier.index.names import AHEAD
 from kvtier.index.node import LOCAL, Node
 from kvtier.policy import Policy
 from kvtier.types import NO_COPY, Kind, Tier
@@ -472,6 +473,32 @@ def test_a_page_has_one_name_wherever_nodes_are_cut(page_tokens: int) -> None:
     assert not set(whole.names(other, 0, 12)) & set(expected)
     again = whole.extend(keys_of((0, 0), page_tokens), 1.0)
     assert whole.name_of(again) not in expected
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_what_is_left_of_a_node_that_goes_page_by_page_keeps_its_names(page_tokens: int) -> None:
+    """Two nodes by turns, of more pages than are named at once, one of them split meanwhile."""
+    pages = 2 * AHEAD + 5
+    whole = radix(page_tokens)
+    index = radix(page_tokens)
+    ends = []
+    for first in (0, 1000):
+        keys = keys_of(tuple(range(first, first + pages)), page_tokens)
+        node = index.extend(keys, 1.0)
+        index.put(node, 0, Tier.HOST, 0, array("q", range(pages)), array("Q", range(pages)))
+        index.publish(node, pages)
+        ends.append((node, whole.names(whole.extend(keys, 1.0), 0, pages)))
+        index.name_of(node)
+    for left in range(pages - 1, 0, -1):
+        for node, expected in ends:
+            index.evict(node, node.pages - 1, node.pages, Tier.HOST)
+            index.settle(node)
+            assert node.depth + node.pages == left
+            assert index.name_of(node) == expected[left - 1]
+        if left == AHEAD:
+            index.ending_at(ends[0][0], 3)
+        if left == 4:
+            break
 
 
 def test_dead_tails_go_before_colder_pages_that_can_be_resumed() -> None:

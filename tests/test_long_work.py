@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from engines import FULL, STATE, WINDOW, Engine, content, idle, spec, tokens
-from kvtier import wire
+from kvtier import mover, wire
 from kvtier.identity import GroupSpec, Shape, Slice, chain_keys
 from kvtier.index import ANY, Node, base
 from kvtier.store import Store, diskroom, loads, persist, scrub, slices, space
@@ -431,6 +431,34 @@ async def test_others_have_their_turn_while_a_long_path_comes_from_disk(
         engine.leave()
         await quiet(store)
         assert idle(store) == []
+
+
+async def test_others_have_their_turn_between_the_batches_of_a_path_that_comes_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are begun by one request: no two take their slots, and have them filled, in one turn of the loop."""
+    monkeypatch.setattr(mover, "BATCH_BYTES", FULL.item_bytes)
+    turn, begun = 0, []
+    take = space.Space.take_first
+
+    def counted(self: space.Space, *args: Any) -> Any:
+        begun.append(turn)
+        return take(self, *args)
+
+    monkeypatch.setattr(space.Space, "take_first", counted)
+    async with storing(tmp_path, host=8 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec((FULL,)))
+        assert await engine.put(PATH) == PAGES
+        await engine.call(wire.Flush())
+        drop_host(store)
+        begun.clear()
+        got = asyncio.ensure_future(engine.get(PATH))
+        while not got.done():
+            turn += 1
+            await asyncio.sleep(0)
+        assert await got == PAGES
+        assert len(begun) == len(set(begun)) == PAGES
 
 
 async def test_a_reset_while_it_is_looked_for_what_to_load_leaves_nothing_to_be_given(

@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.identity import CHAIN_BYTES, CacheSpec, chain_keys
 from kvtier.index.check import checking
 from kvtier.index.copies import Copies, Dropped
-from kvtier.index.names import MASK, added, total
+from kvtier.index.names import FEW, MASK, Ends, added, total
 from kvtier.index.node import LOCAL, TIERS, Node, blank, held_to
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY
@@ -39,6 +39,7 @@ class Index(Copies):
         self.nodes = 0
         self.pages = 0
         self.doomed: set[Node] = set()
+        self._ends = Ends()
 
     # -- leases ----------------------------------------------------------------------------------------------
 
@@ -135,7 +136,10 @@ class Index(Copies):
         self.version += 1
         self.pages -= node.pages - keep
         if node.name is not None:
-            node.name = node.name - total(node.edge[keep * self.stride :], self.stride, node.depth + keep) & MASK
+            if keep + 1 == node.pages > FEW:
+                node.name = self._ends.before(node.name, node.edge, self.stride, node.depth)
+            else:
+                node.name = node.name - total(node.edge[keep * self.stride :], self.stride, node.depth + keep) & MASK
         node.edge = node.edge[: keep * self.stride]
         node.pages = keep
         node.live = min(node.live, keep)

@@ -17,6 +17,10 @@ import xxhash
 from kvtier.identity import MAX_PAGE_TOKENS
 
 MASK: Final = (1 << 64) - 1
+FEW: Final = 4
+"""Pages of which it is quicker to name one than all."""
+AHEAD: Final = 64
+"""Pages that are named when the first of them goes."""
 _draw = np.random.default_rng(0x6B76)  # the same in each run, so that replays are
 _WEIGHTS: Final = _draw.integers(0, 1 << 63, MAX_PAGE_TOKENS + 4, np.uint64) * np.uint64(2) + np.uint64(1)
 _PLACE_N: Final = 0x9E3779B97F4A7C15
@@ -47,3 +51,24 @@ def total(keys: bytes, stride: int, first: int) -> int:
     sums = (sums ^ sums >> 29) * _MIX_N & MASK
     sums = (sums ^ sums >> 32) * _PLACE_N & MASK
     return sums ^ sums >> 31
+
+
+class Ends:
+    """The name of the page before one that goes, for evictions that take a node's pages one by one from its end."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self) -> None:
+        self._before: dict[int, int] = {}
+
+    def before(self, name: int, keys: bytes, stride: int, first: int) -> int:
+        """What the page before the last one is called; `name` is that one's, `keys` and `first` are of its node."""
+        found = self._before.get(name)
+        if found is not None:
+            return found
+        skip = max(0, len(keys) // stride - AHEAD)
+        sums = np.cumsum(added(keys[skip * stride :], stride, first + skip), dtype=np.uint64)
+        start = name - int(sums[-1]) & MASK
+        ends: list[int] = (sums + np.uint64(start)).tolist()
+        self._before = dict(zip(ends, (start, *ends), strict=False))
+        return self._before[name]

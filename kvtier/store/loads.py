@@ -68,6 +68,7 @@ class Loads:
         self.counts = counts
         self.moving: dict[tuple[int, int, int], Load] = {}
         """(tier, handle there, group) -> the load that brings it."""
+        self._turn = asyncio.Lock()
         self.mending: dict[tuple[int, int], asyncio.Task[None]] = {}
         """(group, handle in host) -> what puts its bytes right."""
 
@@ -156,6 +157,8 @@ class Loads:
         wrong: list[Missing] = []
         short = False
         try:
+            async with self._turn:
+                await asyncio.sleep(0)  # a long prompt's batches begin together: what else is ready goes in between
             got = await self.space.take_first(cache, [m.group for m in batch], deadline)
             plan = []
             for m in batch:
