@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, get_args
 import msgspec
 
 from kvtier.fleet import Events, Peers
+from kvtier.output import show
 from kvtier.paths import admin_path, socket_path, state_path
 from kvtier.policy.find import DEFAULT, path_of
 from kvtier.policy.quota import parse
@@ -377,4 +378,4 @@ def flag(name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")  # noqa: T201 - that is its purpose
+    show("kvtier.config", document())

@@ -27,6 +27,7 @@ from kvtier.device.find import named_device
 from kvtier.fleet import announce, join
 from kvtier.limits import check_budget, default_budget
 from kvtier.live import Live
+from kvtier.output import printing
 from kvtier.paths import state_path
 from kvtier.policy.quota import parse
 from kvtier.server import Limits, Server
@@ -156,7 +157,16 @@ def _flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+class _Program(click.Command):
+    """The command line, whose help and settings may be printed to what is full or closed."""
+
+    @printing("kvtierd")
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the program."""
+        return super().main(*args, **extra)
+
+
+@click.command(cls=_Program, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "file", type=click.Path(path_type=Path), help="TOML file with settings.")
 @click.option("--check-config", is_flag=True, help="Print the settings in effect and end.")
 @click.version_option(__version__, prog_name="kvtierd")
@@ -165,22 +175,27 @@ def main(file: Path | None, check_config: bool, **flags: Any) -> None:
     """Keep the KV cache of this host's inference servers."""
     given = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
     try:
-        config = load(file, flags=given)
-        if check_config:
-            for line in strangers():
-                click.echo(f"kvtierd: {line}", err=True)
-            click.echo(msgspec.json.format(msgspec.json.encode(config)).decode())
+        config, odd = load(file, flags=given), strangers()
+        if not check_config:
+            _run(config, lambda: load(file, flags=given), odd)
             return
-        level = config.log_level.upper()
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        for line in strangers():
-            _log.warning("%s", line)
-        sys.setswitchinterval(SWITCH_S)
-        keep_freed_memory()
-        uvloop.run(serve(config, lambda: load(file, flags=given)))
     except (KvtierError, OSError) as exc:
         click.echo(f"kvtierd: {exc}", err=True)
         sys.exit(1)
+    for line in odd:
+        click.echo(f"kvtierd: {line}", err=True)
+    click.echo(msgspec.json.format(msgspec.json.encode(config)).decode())
+
+
+def _run(config: Config, again: Callable[[], Config], odd: list[str]) -> None:
+    """Serve until the process is told to end; the log begins with what is odd about the environment."""
+    level = config.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for line in odd:
+        _log.warning("%s", line)
+    sys.setswitchinterval(SWITCH_S)
+    keep_freed_memory()
+    uvloop.run(serve(config, again))
 
 
 if __name__ == "__main__":

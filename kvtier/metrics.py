@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvtier.output import show
+
 Data = Mapping[str, Any]
 Samples = Mapping[str, float]
 """Value by label value; the key of a metric without a label is empty."""
@@ -251,4 +253,4 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")  # noqa: T201 - that is its purpose
+    show("kvtier.metrics", document())

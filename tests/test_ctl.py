@@ -212,12 +212,42 @@ def test_an_answer_that_comes_in_drops_is_late_too(tmp_path):
 def test_a_full_disk_is_not_the_daemons_silence(served, words):
     """What takes the output is full: code 1 and a line, not 2; where there is no output at all, nothing is wrong."""
     where, _ = served
-    command = [sys.executable, "-m", "kvtier.ctl", *where, *words]
+    unprinted("kvtierctl", [sys.executable, "-m", "kvtier.ctl", *where, *words])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("kvtierctl", "ctl --help"),
+        ("kvtierd", "daemon --help"),
+        ("kvtierd", "daemon --check-config"),
+        ("kvtier.sizing", "sizing --help"),
+        ("kvtier.sizing", "sizing size model Qwen3-8B"),
+        ("kvtier.sizing", "sizing size model Qwen3-8B --json"),
+        ("kvtier.config", "config"),
+        ("kvtier.metrics", "metrics"),
+        ("kvtier.control.reference", "control.reference"),
+    ],
+)
+def test_what_no_program_can_print_is_a_sentence(name, words):
+    """A full output of any program is code 1 and a line, one that is closed is silent."""
+    module, *rest = words.split()
+    unprinted(name, [sys.executable, "-m", f"kvtier.{module}", *rest])
+
+
+def unprinted(name: str, command: list[str]) -> None:
+    """What a program says where its output is full, is a pipe that nobody reads, or is not there at all."""
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 1
-    assert re.fullmatch(r"kvtierctl: .*No space left on device\n", done.stderr)
-    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=env)
+    assert (done.returncode, done.stderr[: len(name) + 2]) == (1, f"{name}: ")
+    assert re.fullmatch(r".*No space left on device\n", done.stderr)
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, env=env)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, check=False, env=env)
     assert (closed.returncode, closed.stderr) == (0, b"")
 
 

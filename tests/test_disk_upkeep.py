@@ -356,8 +356,11 @@ def test_slabs_that_the_file_system_had_no_room_for_are_discarded_too(tmp_path):
         assert owner.tier.check() == []
 
 
-def test_two_discards_at_once_leave_nothing(tmp_path):
-    """Each waits for the slabs that the other works on."""
+def test_several_discards_at_once_leave_nothing_and_work_as_two(tmp_path):
+    """Who asks while one is done is served after it, together with all who did, and asks nothing of the disk until then.
+
+    What was freed while the first was done is gone, too.
+    """
     calls, let = Failing(), threading.Event()
     punch, punched = calls.punch, list[int]()
 
@@ -369,18 +372,23 @@ def test_two_discards_at_once_leave_nothing(tmp_path):
     calls.punch = slow_punch
     with Owner(tmp_path / "d", 4 * MIB, slab_bytes=256 * KIB, calls=calls) as owner:
         runs = full_of_holes(owner)
-        gone = owner.items(owner.cache(SMALL), 0, 16)[1].views[0].tobytes()
+        small = owner.cache(SMALL)
+        gone = [owner.items(small, 0, 16)[page].views[0].tobytes() for page in (0, 1)]
         ended: list[tuple[str, int]] = []
         owner.tier.upkeep.discard(lambda *said: ended.append(said))
         owner.wait(lambda: punched)
-        owner.tier.upkeep.discard(lambda *said: ended.append(said))
-        for _ in range(20):
-            owner.step(0.01)
-        assert ended == [], "the second is done, and nothing is punched yet"
+        first = next(run for run, seed in runs.items() if seed == 0)
+        owner.tier.free([first << 6])
+        assert owner.flush() == ""
+        for _ in range(3):
+            owner.tier.upkeep.discard(lambda *said: ended.append(said))
+        assert not any([owner.step(0.01) for _ in range(20)]), "they go round while they wait"
+        assert ended == [], "one of the others is done, and nothing is punched yet"
         let.set()
-        owner.wait(lambda: len(ended) == 2)
+        owner.wait(lambda: len(ended) == 4)
         assert {error for error, _ in ended} == {""}
-        assert gone not in blocks(tmp_path)
+        assert not {*gone} & blocks(tmp_path)
+        del runs[first]
         still_there(owner, runs)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -367,6 +369,25 @@ async def test_flush_after_a_failure_writes_what_failed(tmp_path: Path, monkeypa
         engine = Engine(store)
         await engine.open(spec())
         assert await engine.get(keys) == 149
+
+
+async def test_a_flush_that_ends_on_a_well_disk_has_written_what_a_sick_one_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Begun in the last moment in which nothing is offered to a disk that failed: no room is lacking then."""
+    keys = tokens(*range(1, 20))
+    disk = Failing()
+    async with storing(tmp_path, calls=disk) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        disk.broken = True
+        await engine.put(keys)
+        await until(lambda: not store.parts.persist.pending and store.parts.disk.sick)
+        disk.broken = False
+        times = iter([time.monotonic()])
+        monkeypatch.setattr(health, "monotonic", lambda: next(times, math.inf))
+        assert await engine.call(wire.Flush()) == wire.Ok()
+        assert store.parts.caches[engine.opened.cache].index.held[Tier.DISK][0] == 19
 
 
 async def test_runs_whose_pages_are_all_freed_leave_the_catalogue(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not FILES, reason="style is read from a checkout
 
 LAYERS = (
     {"types"},
-    {"identity", "paths", "sources", "numa", "turns", "waits"},
+    {"identity", "paths", "sources", "numa", "turns", "waits", "output"},
     {"heat"},
     {"index", "policy", "route", "wire", "sizing", "codec", "quant"},
     {"tiers", "device", "handshake"},

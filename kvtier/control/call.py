@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import io
 import json
 import socket
 import sys
@@ -15,6 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 import click
+
+from kvtier.output import printing
 
 OK: Final = 0
 REFUSED: Final = 1
@@ -155,9 +156,9 @@ class NoDaemon(Refused):
 class Group(click.Group):
     """A group whose failures, those of wrong usage too, are JSON on standard output where --json was given."""
 
+    @printing("kvtierctl")
     def main(self, args: Sequence[str] | None = None, *more: Any, **extra: Any) -> Any:
         """Run the program."""
-        _any_text()
         words = sys.argv[1:] if args is None else list(args)
         if "--json" not in words or extra.get("standalone_mode") is False:
             return super().main(args, *more, **extra)
@@ -193,13 +194,6 @@ def _wrong(exc: click.ClickException) -> str:
     if param is not None:
         return param.opts[-1]
     return exc.option_name if isinstance(exc, click.NoSuchOption | click.BadOptionUsage) else ""
-
-
-def _any_text() -> None:
-    """Print what a terminal's encoding has no characters for, such as a request's id, in escapes instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def verb(command: Callable[..., Data | None]) -> Callable[..., None]:

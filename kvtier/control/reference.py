@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import click
 
 from kvtier.ctl import main
+from kvtier.output import show
 
 
 def commands(ctx: click.Context, command: click.Command) -> Iterator[tuple[str, str]]:
@@ -44,4 +45,4 @@ def document() -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")  # noqa: T201 - that is its purpose
+    show("kvtier.control.reference", document())

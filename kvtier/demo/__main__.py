@@ -17,6 +17,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENI
 from rich.console import Console
 
 from kvtier import __version__
+from kvtier.output import printing
 
 if TYPE_CHECKING:
     from kvtier.demo.model import Subject
@@ -101,4 +102,5 @@ def four_ways(
 
 
 if __name__ == "__main__":
-    main()
+    with printing("demo"):
+        main()

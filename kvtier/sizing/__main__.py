@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from kvtier.output import printing
 from kvtier.sizing.cli import probe, size
 
 
@@ -16,4 +17,5 @@ main.add_command(size)
 main.add_command(probe)
 
 if __name__ == "__main__":
-    main(prog_name="python -m kvtier.sizing")
+    with printing("kvtier.sizing"):
+        main(prog_name="python -m kvtier.sizing")

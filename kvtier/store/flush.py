@@ -43,32 +43,37 @@ async def flush(persist: Persist, caches: Iterable[Cache], deadline: float) -> K
     wanted = set(caches)
     while True:
         before = persist.disk.shortages
-        failed = await _once(persist, wanted, deadline)
-        if failed is None or persist.disk.shortages == before or asyncio.get_running_loop().time() > deadline:
+        failed, tried = await _once(persist, wanted, deadline)
+        known = tried and persist.disk.shortages == before
+        if failed is None or known or asyncio.get_running_loop().time() > deadline:
             return failed
-        # The file system had no room behind what was written to, of which nobody knew: it is known now.
+        # The file system had no room behind what was written to, of which nobody knew: it is known now. Or the disk
+        # was sick when pages came to it, and is not any more.
 
 
-async def _once(persist: Persist, wanted: set[Cache], deadline: float) -> KvtierError | None:
-    """Write what there is and wait for it."""
+async def _once(persist: Persist, wanted: set[Cache], deadline: float) -> tuple[KvtierError | None, bool]:
+    """Write what there is and wait for it: what is amiss, and whether that is what came of trying."""
     assert persist.disk is not None
     if not await settled([e for e in persist.pending if e.cache in wanted], deadline):
-        return _late()
+        return _late(), True
     before = set(persist.pending)
-    spare = _Spare(persist)
+    spare, spared, refused = _Spare(persist), False, False
     for cache in wanted:
         async for node, lo, hi in _unsaved(persist, cache):
-            if not persist.room.gave_up(node) or spare.take(cache, (hi - lo) * sum(cache.item_bytes)):
-                persist.offer(cache, node, node.depth + lo, node.depth + hi)
+            if persist.room.gave_up(node) and not spare.take(cache, (hi - lo) * sum(cache.item_bytes)):
+                spared = True
+            elif not persist.offer(cache, node, node.depth + lo, node.depth + hi):
+                refused = True
     again = [e for e in persist.pending if e.cache in wanted and e not in before]
     if not await settled(again, deadline):
-        return _late()
+        return _late(), True
     failed = [e.failed for e in again if e.failed not in {"", GONE}]
     left = await _left(persist, wanted)
     if not failed and left is None:
-        return None
-    broken = persist.disk.sick or next((reason for reason in failed if reason in BROKEN), "")
-    return KvtierError(Code.IO, broken or failed[0]) if broken or left is None else left
+        return None, True
+    if broken := persist.disk.sick or next((reason for reason in failed if reason in BROKEN), ""):
+        return KvtierError(Code.IO, broken), True
+    return left or KvtierError(Code.IO, failed[0]), not refused and (spared or bool(failed))
 
 
 def _late() -> KvtierError:

@@ -22,6 +22,8 @@ LOOK: Final = 128
 
 Submit = Callable[[Done, bool], None]
 """Queue a flush: `done` gets an error code or an empty string; with True the catalogue is written anew as well."""
+Discarded = Callable[[str, int], None]
+"""Gets an error code, or an empty string, and the bytes that were discarded."""
 
 
 class Upkeep:
@@ -44,6 +46,8 @@ class Upkeep:
         self._relocator = relocator
         self._submit = submit
         self._post = post
+        self._asked: list[Discarded] = []  # those who wait for the discarding that comes next
+        self._discarding = False
 
     def usage(self) -> dict[str, Any]:
         """Sizes in bytes, one row per size of cells, and which share of what is free lies in slabs in use."""
@@ -109,16 +113,31 @@ class Upkeep:
 
     # -- discarding ----------------------------------------------------------------------------------------------
 
-    def discard(self, done: Callable[[str, int], None]) -> None:
+    def discard(self, done: Discarded) -> None:
         """Make every byte read as zeros that is free once what was asked before is durable, then renew the catalogue.
 
         The catalogue's free pages, in which old records linger, go with its file, and so do catalogues that were set
-        aside. `done` gets an error code or '', and the bytes discarded. A slab that is emptied or discarded for
-        somebody else meanwhile has its turn after that.
+        aside. A slab that is emptied meanwhile has its turn after that. Who asks while it is done for somebody else
+        is answered, together with all who do, by a second time after it.
         """
-        self._begin(list(range(self._ledger.cells.slabs)), 0, done)
+        self._asked.append(done)
+        self._again()
 
-    def _begin(self, slabs: list[int], gone: int, done: Callable[[str, int], None], error: str = "") -> None:
+    def _again(self) -> None:
+        """Discard for all who have asked, once nobody else is being served."""
+        if self._discarding or not self._asked:
+            return
+        asked, self._asked, self._discarding = self._asked, [], True
+
+        def ended(error: str, gone: int) -> None:
+            self._discarding = False
+            for done in asked:
+                done(error, gone)
+            self._again()
+
+        self._begin(list(range(self._ledger.cells.slabs)), 0, ended)
+
+    def _begin(self, slabs: list[int], gone: int, done: Discarded, error: str = "") -> None:
         """Discard in these slabs once all caches that were dropped are freed, durably, and nothing is being moved."""
         if error:
             done(error, gone)
@@ -127,10 +146,8 @@ class Upkeep:
         else:
             self._relocator.after(lambda: self._submit(partial(self._next, slabs, [], gone, done), False))
 
-    def _next(
-        self, slabs: list[int], later: list[int], gone: int, done: Callable[[str, int], None], error: str
-    ) -> None:
-        """Discard in the next few of the slabs; those that others work on are left for later."""
+    def _next(self, slabs: list[int], later: list[int], gone: int, done: Discarded, error: str) -> None:
+        """Discard in the next few of the slabs; one that is being emptied is left for later."""
         cells = self._ledger.cells
         if error:
             done(error, gone)
@@ -164,7 +181,7 @@ class Upkeep:
         self._extents.settle()
         self._catalogue.drop_aside()
 
-    def _renew(self, error: str, gone: int, done: Callable[[str, int], None]) -> None:
+    def _renew(self, error: str, gone: int, done: Discarded) -> None:
         if error:
             done(error, gone)
         else:
