@@ -290,8 +290,10 @@ def ordering(paths: Sequence[KeyPath], waited_ms: Sequence[int], bound_ms: int) 
     if joined is None:
         return []
     reply = yield Call(joined, wire.Order(tuple(handles), tuple(waited_ms), bound_ms), wire.Ordered)
-    at = {handle: n for n, handle in enumerate(handles)}
-    return [at[handle] for handle in cast("wire.Ordered", reply).handles]
+    at: dict[int, list[int]] = {}
+    for n in sorted(range(len(handles)), key=lambda n: (waited_ms[n], -n)):  # a path may be there twice
+        at.setdefault(handles[n], []).append(n)
+    return [at[handle].pop() for handle in cast("wire.Ordered", reply).handles]
 
 
 def pinging() -> Steps[bool]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvtier import wire
 from kvtier.client.caches import OpenCache
 from kvtier.client.held import HeldLease, HeldReservation
-from kvtier.client.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Post, Start, Steps, Ticket, Wait
+from kvtier.client.link import FAULTS, Aside, Away, Call, Identity, Join, Joined, Post, Start, Steps, Ticket, Wait
 from kvtier.types import KvtierError, bad
 
 Rows = Sequence[int] | npt.NDArray[Any]
@@ -61,13 +61,16 @@ class HeldRegion:
             if not self._open:
                 raise bad("region", "one that is registered", self.name)
             message = msgspec.structs.replace(self._message, session=joined.welcome.session)
+
+            def learn(reply: wire.Registered, _: object) -> None:
+                self._number, self._joined = reply.region, joined
+
             try:
-                reply = cast("wire.Registered", (yield Hand(message, self._fds, wire.Registered)))
+                yield Aside(joined, message, self._fds, wire.Registered, lambda: self._joined is joined, learn)
             except KvtierError as exc:
                 if self._joined is not None:  # it was registered before: not the engine's fault
                     raise Away(f"the daemon does not register region {self.name} again: {exc}") from exc
                 raise
-            self._number, self._joined = reply.region, joined
         return joined, self._number
 
     def _unregistering(self) -> Steps[bool]:
