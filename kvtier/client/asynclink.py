@@ -169,7 +169,7 @@ class AsyncLink:
         try:
             async with self._bounded(deadline):
                 with await self._dial() as sock:
-                    await send_first(sock, wire.request_frame(step.message, 1), [*step.fds])
+                    await send_first(sock, wire.framed(step.message, 1), [*step.fds])
                     await receive_first(sock, first)
             step.learn(first_reply(first, step.reply), first.take_fds)
         finally:

@@ -245,7 +245,7 @@ def unmapped_message(old: Joined) -> wire.Unmapped:
 def hello_frame(who: Identity, unmapped: list[Joined]) -> bytes:
     """The first frame of a connection; of what was never heard, `unmapped_message` tells."""
     over = tuple(old.welcome.session for old in unmapped if not old.unheard)
-    return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
+    return wire.framed(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
 
 
 def first_reply(first: FirstFrame, expect: type[R]) -> R:

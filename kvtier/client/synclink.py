@@ -140,7 +140,7 @@ class SyncLink:
         if step.known():
             return
         with wait_dial(self.path, deadline) as sock:
-            first = ask(sock, wire.request_frame(step.message, 1), [*step.fds], deadline)
+            first = ask(sock, wire.framed(step.message, 1), [*step.fds], deadline)
         try:
             step.learn(first_reply(first, step.reply), first.take_fds)
         finally:
