@@ -144,6 +144,21 @@ def test_a_region_that_threads_register_again_at_once_is_theirs(standing: Daemon
                 assert [*pool.map(load, range(6)), load(6)] == [b"\1"] * 7
 
 
+def test_a_region_is_there_until_a_daemon_that_hung_says_that_it_is_not(standing: Daemon, memory: int) -> None:
+    """The connection is lost and the daemon lives: an engine that was told yes would free what is mapped there."""
+    with Client(standing.socket, instance="hangs", timeout_s=0.2) as client:
+        region = client.register("kv", memory, 0, FULL.item_bytes, ROWS)
+        keyed = client.open(KEYED)
+        with stopped(standing.pid):
+            assert not client.ping()
+            assert not region.unregister()
+            assert region.load((keyed, b"h" * 16), [1], wait_ms=50) == b"\0"
+            assert not region.unregister()
+        until(region.unregister)
+        assert client.connected
+        assert region.unregister()
+
+
 async def test_a_region_that_tasks_register_again_at_once_is_theirs(standing: Daemon, memory: int) -> None:
     """The same of an async client."""
     async with AsyncClient(standing.socket, instance="rows", timeout_s=5.0) as client:

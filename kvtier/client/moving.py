@@ -75,10 +75,16 @@ class HeldRegion:
         return joined, self._number
 
     def _unregistering(self) -> Steps[bool]:
-        """Let the daemon forget the region; False while transfers run or the daemon is away."""
-        joined = self._joined
-        if joined is not None and joined.alive:
-            yield Call(joined, wire.Unregister(self._number), wire.Ok)
+        """Let the daemon forget the region. Raises Away, and busy while transfers run.
+
+        One that has lost the connection may have it still: it is asked again until it says that nothing moves there.
+        """
+        known = self._joined
+        if known is not None and not (known.inherited or known.daemon.gone):
+            joined, number = yield from self.entering()
+            if joined is not known and not known.drained:
+                raise Away("the daemon may still have the region of a connection that was lost")
+            yield Call(joined, wire.Unregister(number), wire.Ok)
         self.close()
         return True
 
