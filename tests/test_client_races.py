@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clientkit import FULL, KEYED, ROWS, SPEC, content, keys, put, right, spec_of, stopped
+from clientkit import FULL, KEYED, ROWS, SPEC, content, keys, put, right, spec_of, status, stopped
 from kvtier import wire
 from kvtier.client import AsyncClient, Client, link
 from kvtier.demo.daemon import Daemon
@@ -125,6 +125,32 @@ def test_rows_are_free_again_once_the_daemon_says_that_a_lost_connection_has_dra
         until(lambda: client.ping() and not region.fenced)
         assert (transfer.fenced, transfer.lost) == (False, True)
         assert region.load((keyed, b"r" * 16), [1]) == b"\1"
+
+
+def test_a_client_that_closes_after_a_loss_gives_back_what_that_held(standing: Daemon) -> None:
+    """On one more connection: its process may live for long, and nobody else would say so."""
+
+    def held() -> bool:
+        return any(each["instance"].startswith("closes") for each in status(standing)["instances"])
+
+    with Client(standing.socket, instance="closes") as client:
+        path = client.open(SPEC).match(keys(2, first=4000))
+        reserved = path.reserve(0, 1, wait_ms=1000)
+        assert reserved.pages
+        client.link._cut()
+        assert held()
+    until(lambda: not held())
+
+    async def same() -> None:
+        async with AsyncClient(standing.socket, instance="closes too") as client:
+            path = await (await client.open(SPEC)).match(keys(2, first=4000))
+            assert (await path.reserve(0, 1, wait_ms=1000)).pages
+            client.link.lose(client.link.joined, "for a test")
+            assert held()
+        while held():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(same(), 5.0))
 
 
 def test_a_region_that_threads_register_again_at_once_is_theirs(standing: Daemon, memory: int) -> None:

@@ -376,11 +376,17 @@ class AsyncLink:
 
     async def leave(self) -> None:
         """Disconnect, so that what was held returns at once; never raises for an absent daemon. See Talk.leave."""
-        self.recovery.closed = True
+        deadline, stream = asyncio.get_running_loop().time() + self.timeout_s, self._stream
+        try:
+            if self.recovery.hurry(None if stream is None else stream.joined):
+                await self.join(deadline)
+        except (Away, KvtierError):
+            pass
+        finally:
+            self.recovery.closed = True
         joined = self.joined
         if joined is None:
             return
-        deadline = asyncio.get_running_loop().time() + self.timeout_s
         joined.alive = False
         try:
             if joined.arenas.unmap():

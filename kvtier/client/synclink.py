@@ -253,7 +253,14 @@ class SyncLink:
 
     def leave(self) -> None:
         """Disconnect, so that what was held returns at once; never raises for an absent daemon."""
-        self.recovery.closed = True
+        deadline, talk = time.monotonic() + self.timeout_s, self._talk
+        try:
+            if self.recovery.hurry(None if talk is None else talk.joined):
+                self.join(deadline)
+        except (Away, KvtierError):
+            pass
+        finally:
+            self.recovery.closed = True
         talk = self._talk
         if talk is not None and talk.joined.alive:
-            talk.leave(time.monotonic() + self.timeout_s)
+            talk.leave(deadline)
