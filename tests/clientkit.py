@@ -21,9 +21,10 @@ import numpy as np
 import signalkit
 from kvtier import wire
 from kvtier.client import page_keys
+from kvtier.client.link import Aside, Steps
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
-from kvtier.types import Kind
+from kvtier.types import Kind, KvtierError
 
 ROWS = 16
 """Of a region in an engine's own memory."""
@@ -155,6 +156,15 @@ def interrupted(number: int, call: Callable[[], Any]) -> bool:
     finally:
         sys.settrace(old)
     return False
+
+
+def answered(steps: Steps[Any], aside: Aside, reply: Any) -> Any:
+    """What a client does next, once what it asked on a connection of its own has that answer."""
+    try:
+        aside.learn(reply, list)
+    except KvtierError as exc:
+        return steps.throw(exc)
+    return steps.send(None)
 
 
 def in_thread(call: Callable[[], Any]) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from clientkit import FULL, PAGE, SPEC, keys, put
+from clientkit import FULL, KEYED, PAGE, SPEC, keys, put, right
 from kvtier.client import AsyncClient, Client, page_keys
 from kvtier.demo.daemon import Daemon
 from kvtier.identity import CacheSpec, GroupSpec
@@ -142,6 +144,34 @@ def test_memory_that_does_not_fit_is_refused_and_nothing_is_stored(client: Clien
         assert not out.any()
         assert lease.read_pages(0, 0, out) == 4
     assert np.array_equal(out, ROWS)
+
+
+def test_numbers_that_are_none_are_named_and_cost_no_connection(client: Client) -> None:
+    """Of rows and of a region, numpy's own and floats among them: what is leased on the connection stays."""
+    cache, fd = client.open(KEYED), os.memfd_create("rows")
+    os.ftruncate(fd, 4 * FULL.item_bytes)
+    put(client.open(SPEC), 1)
+    lease = client.open(SPEC).match(keys(1)).acquire()
+    region = client.register("rows", fd, 0, FULL.item_bytes, 4)
+    wide: Any = np.int64(FULL.item_bytes)
+    for field, where in (
+        ("offset", (-1, 1, 1)),
+        ("stride", (0, wide, 1)),
+        ("rows", (0, 4096, None)),
+        ("rows", (0, 1, 0)),
+    ):
+        refused(field, lambda where=where: client.register("other", fd, *where))
+    refused("Register.name", lambda: client.register(np.int64(1), fd, 0, 4096, 1))
+    for closed in (-1, 1 << 20, None):
+        refused("fd", lambda closed=closed: client.register("other", closed, 0, 4096, 1))
+    for rows in ([1.5], [True], ["0"], [2**64], np.zeros((1, 1), np.int64), 5, None, [None], [float("nan")]):
+        refused("rows", lambda rows=rows: region.load((cache, b"k" * 16), rows))
+        refused("rows", lambda rows=rows: region.start_store((cache, b"k" * 16), rows))
+    path = client.open(SPEC).match(keys(2))
+    for pages in ([1.5], [2**40], "1", [[1]]):
+        refused("wants", lambda pages=pages: path.reserve(0, 2, [(0, pages)]))
+    assert right(lease, 1)
+    os.close(fd)
 
 
 def test_a_put_says_why_there_was_no_room(tmp_path: Path, client: Client) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from clientkit import FULL, KEYED, ROWS, SPEC, content, keys, put, right, spec_of, stopped
+from clientkit import FULL, KEYED, ROWS, SPEC, content, keys, put, right, spec_of, status, stopped
 from kvtier import wire
 from kvtier.client import AsyncClient, Client, link
 from kvtier.demo.daemon import Daemon
@@ -122,6 +125,128 @@ def test_rows_are_free_again_once_the_daemon_says_that_a_lost_connection_has_dra
         until(lambda: client.ping() and not region.fenced)
         assert (transfer.fenced, transfer.lost) == (False, True)
         assert region.load((keyed, b"r" * 16), [1]) == b"\1"
+
+
+def test_a_client_that_closes_after_a_loss_gives_back_what_that_held(standing: Daemon) -> None:
+    """On one more connection: its process may live for long, and nobody else would say so."""
+
+    def held() -> bool:
+        return any(each["instance"].startswith("closes") for each in status(standing)["instances"])
+
+    with Client(standing.socket, instance="closes") as client:
+        path = client.open(SPEC).match(keys(2, first=4000))
+        reserved = path.reserve(0, 1, wait_ms=1000)
+        assert reserved.pages
+        client.link._cut()
+        assert held()
+    until(lambda: not held())
+
+    async def same() -> None:
+        async with AsyncClient(standing.socket, instance="closes too") as client:
+            path = await (await client.open(SPEC)).match(keys(2, first=4000))
+            assert (await path.reserve(0, 1, wait_ms=1000)).pages
+            client.link.lose(client.link.joined, "for a test")
+            assert held()
+        while held():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(same(), 5.0))
+
+
+def test_a_region_that_threads_register_again_at_once_is_theirs(standing: Daemon, memory: int) -> None:
+    """All use it at once after a loss, and whoever uses it later: the daemon knows the number that is kept here."""
+    with Client(standing.socket, instance="rows", timeout_s=5.0) as client:
+        cache = client.open(KEYED)
+        region = client.register("kv", memory, 0, FULL.item_bytes, ROWS)
+        assert region.store((cache, b"u" * 16), [0]) == b"\1"
+
+        def load(row: int) -> bytes:
+            return region.load((cache, b"u" * 16), [row])
+
+        with ThreadPoolExecutor(6) as pool:
+            for _ in range(5):
+                client.link._cut()
+                until(client.ping)
+                assert [*pool.map(load, range(6)), load(6)] == [b"\1"] * 7
+
+
+def test_a_region_is_there_until_a_daemon_that_hung_says_that_it_is_not(standing: Daemon, memory: int) -> None:
+    """The connection is lost and the daemon lives: an engine that was told yes would free what is mapped there."""
+    with Client(standing.socket, instance="hangs", timeout_s=0.2) as client:
+        region = client.register("kv", memory, 0, FULL.item_bytes, ROWS)
+        keyed = client.open(KEYED)
+        with stopped(standing.pid):
+            assert not client.ping()
+            assert not region.unregister()
+            assert region.load((keyed, b"h" * 16), [1], wait_ms=50) == b"\0"
+            assert not region.unregister()
+        until(region.unregister)
+        assert client.connected
+        assert region.unregister()
+
+
+async def test_a_region_that_tasks_register_again_at_once_is_theirs(standing: Daemon, memory: int) -> None:
+    """The same of an async client."""
+    async with AsyncClient(standing.socket, instance="rows", timeout_s=5.0) as client:
+        cache = await client.open(KEYED)
+        region = await client.register("kv", memory, 0, FULL.item_bytes, ROWS)
+        assert await region.store((cache, b"t" * 16), [0]) == b"\1"
+        client.link.lose(client.link.joined, "for a test")
+        while not await client.ping():
+            await asyncio.sleep(0.01)
+        loads = [region.load((cache, b"t" * 16), [n]) for n in range(6)]
+        assert await asyncio.gather(*loads) == [b"\1"] * 6
+        assert await region.load((cache, b"t" * 16), [0]) == b"\1"
+
+
+async def test_slots_stay_held_for_all_that_a_device_does_however_many_wait_for_it(standing: Daemon) -> None:
+    """Two wait for the first of two streams, one of them for a task that was cancelled: neither forgets the second."""
+    async with AsyncClient(standing.socket, instance="fences") as client:
+        held = await (await (await client.open(SPEC)).match(keys(1, first=900))).reserve(0, 1, wait_ms=1000)
+        first, second = threading.Event(), threading.Event()
+        for each in (first, second):
+            held.busy_until(SimpleNamespace(synchronize=each.wait))
+        cancelled = asyncio.create_task(held.abort())
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        again = asyncio.create_task(held.abort(timeout_s=0.2))
+        await asyncio.sleep(0.01)
+        first.set()
+        with pytest.raises(KvtierError, match="slots stay held"):
+            await again
+        assert held.busy
+        second.set()
+        await held.abort()
+        assert not held.busy
+
+
+def test_a_path_that_is_given_twice_is_ordered_twice(standing: Daemon) -> None:
+    """Each position once, of the same path first whoever waited longest."""
+    with Client(standing.socket, instance="order") as client:
+        cache = client.open(SPEC)
+        one, other = cache.match(keys(2)), cache.match(keys(3, first=100))
+        assert client.order([one, other, one], [5000, 3000, 7000]) == [2, 0, 1]
+        assert sorted(client.order([one, one, other], [0, 0, 0])) == [0, 1, 2]
+
+
+def test_a_mapping_that_is_cancelled_as_it_is_shown_is_none(tmp_path: Path) -> None:
+    """What the daemon was not shown is not asked for, and may be mapped again."""
+    flags = ["--device-which=cpu", "--device-bytes=1MiB"]
+    with Daemon(tmp_path, host="64MiB", disk="0", flags=flags) as daemon, Client(daemon.socket) as client:
+        cache = client.open(SPEC)
+        put(cache, 1)
+        steps, got = client.device.mapping(b""), None
+        while not isinstance(step := steps.send(got), link.Call):
+            got = client.link._do(step, time.monotonic() + 5.0)
+        with pytest.raises(asyncio.CancelledError):
+            steps.throw(asyncio.CancelledError())
+        with cache.match(keys(1)).acquire() as lease:
+            assert right(lease, 1)
+        assert client.map_device()
+        with cache.match(keys(1)).reserve(0, 1) as held, cache.match(keys(1)).acquire() as lease:
+            assert held.refused == ""
+            assert right(lease, 1)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 import driverkit
+from clientkit import answered
 from kvtier.client.arenas import Arenas
 from kvtier.client.device import TOKEN_BYTES, MappedDevice
 from kvtier.client.link import Identity
@@ -71,10 +72,9 @@ def mapped(owner: Daemon, uuid: bytes = b"") -> tuple[MappedDevice, Any]:
     device = MappedDevice(Identity("engine", "", events=False))
     asking = device.mapping(uuid)
     next(asking)
-    joined: Any = SimpleNamespace(arenas=Arenas([], []), device=-1, welcome=SimpleNamespace(session=1))
-    asking.send(joined)
+    joined: Any = SimpleNamespace(arenas=Arenas([], []), device=-1, mapped=None, welcome=SimpleNamespace(session=1))
     try:
-        shown = asking.send((DeviceMapped(1024, SIZE, owner.told), []))
+        shown = answered(asking, asking.send(joined), DeviceMapped(1024, SIZE, owner.told))
         assert shown.message.token == TOKEN
         asking.send(None)
     except StopIteration:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clientkit import answered
 from engines import Engine
 from gpukit import hanging
 from kvtier import wire
@@ -149,11 +150,10 @@ def test_device_memory_that_cannot_be_read_is_unmapped_again(monkeypatch: pytest
     monkeypatch.setattr("kvtier.device.libcuda.LibCuda", lambda: driver)
     device = MappedDevice(Identity("engine", "", events=False))
     device.wanted = True
-    joined: Any = SimpleNamespace(arenas=Arenas([], []), device=-1, welcome=SimpleNamespace(session=1))
+    joined: Any = SimpleNamespace(arenas=Arenas([], []), device=-1, mapped=None, welcome=SimpleNamespace(session=1))
     steps = device.entering(joined)
-    next(steps)
     with pytest.raises(StopIteration):
-        steps.send((wire.DeviceMapped(1024, MIB, stretch()), []))
+        answered(steps, next(steps), wire.DeviceMapped(1024, MIB, stretch()))
     assert "illegal memory access" in device.reason
     assert joined.device == -1
     assert driver.log == ["opened", "closed"]

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from clientkit import answered
 from kvtier.client.arenas import Arenas
 from kvtier.client.device import MappedDevice
 from kvtier.client.link import Identity
@@ -175,11 +176,10 @@ def test_an_engine_without_a_driver_is_told_so():
     """The daemon has a GPU tier, this process no driver: not mapped, for that reason; it raises nothing."""
     device = MappedDevice(Identity("engine", "", events=False))
     device.wanted = True
-    joined: Any = SimpleNamespace(arenas=Arenas([], []), device=-1, welcome=SimpleNamespace(session=1))
+    joined: Any = SimpleNamespace(arenas=Arenas([], []), device=-1, mapped=None, welcome=SimpleNamespace(session=1))
     steps = device.entering(joined)
-    next(steps)
     with pytest.raises(StopIteration):
-        steps.send((DeviceMapped(1024, MIB, stretch()), []))
+        answered(steps, next(steps), DeviceMapped(1024, MIB, stretch()))
     assert joined.device == -1
     assert "no CUDA driver" in device.reason or "no GPU" in device.reason
 

@@ -265,6 +265,55 @@ async def test_a_holder_of_device_slots_is_capped(device: Any):
         assert (await other.match(tokens(*range(50, 56)))).segments == (wire.Segment(Tier.DEVICE, 6),)
 
 
+@pytest.mark.parametrize("who", ["an operator", "an engine"])
+async def test_who_holds_pages_in_host_keeps_nobody_from_the_device(device: Any, who: str):
+    """All that the device has is pinned, or leased by an engine that maps nothing of it: its copies there go."""
+    async with over(device, 16, cap=0.5) as store:
+        engine, reader = await joined(store), await joined(store, "reader", mapped=False, pid=2)
+        prompts = [tokens(*range(100 * n, 100 * n + 8)) for n in range(2)]
+        for keys in prompts:
+            assert await engine.put(keys) == 8
+        if who == "an operator":
+            for keys in prompts:
+                await store.admin[wire.Pin](wire.Pin(wire.Prompt(tokens=keys)))
+        else:
+            held = [await reader.call(wire.Acquire((await reader.match(keys)).handle)) for keys in prompts]
+            assert [lease.pages for lease in held] == [8, 8]
+        for n in range(50, 54):
+            keys = tokens(*range(100 * n, 100 * n + 4))
+            assert await engine.put(keys) == 4
+            assert (await engine.match(keys)).segments == (wire.Segment(Tier.DEVICE, 4),)
+            assert store.parts.check() == []
+        for keys in prompts:
+            assert (await reader.match(keys)).segments == (wire.Segment(Tier.HOST, 8),)
+            assert await engine.get(keys) == 8
+        if who == "an operator":
+            store.admin[wire.Unpin](wire.Unpin())
+        for each in (engine, reader):
+            each.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+async def test_what_is_pinned_and_only_on_the_device_is_not_lost_there(device: Any, monkeypatch: pytest.MonkeyPatch):
+    """Host has no room for it yet: it stays where it is, and others go without."""
+    monkeypatch.setattr("kvtier.store.shifts.ROOM_S", 0.01)
+    async with over(device, 8, host=4 * MIB, cap=1.0) as store:
+        engine, other = await joined(store), await joined(store, "other", mapped=False, pid=2)
+        for each in (engine, other):
+            each.patient = False
+        full = await other.reserve(tokens(*range(1000, 2024)))
+        assert full.pages == 1024
+        keys = tokens(*range(8))
+        assert await engine.put(keys) == 8
+        await store.admin[wire.Pin](wire.Pin(wire.Prompt(tokens=keys)))
+        for n in range(3):
+            handle = (await engine.match(tokens(99 + n))).handle
+            assert not (await engine._call(wire.Reserve(handle, 0, 1, device=True, wait_ms=50))).pages
+        assert (await engine.match(keys)).segments == (wire.Segment(Tier.DEVICE, 8),)
+        assert store.parts.check() == []
+
+
 async def test_another_scope_has_no_part_of_the_device(device: Any):
     """The memory belongs to the scope that mapped it first: others are refused by name and served from host."""
     async with over(device, 8) as store:

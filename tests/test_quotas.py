@@ -186,6 +186,24 @@ async def test_a_limit_on_disk(tmp_path):
         assert store.parts.check() == []
 
 
+async def test_small_pages_take_no_more_of_disk_than_the_limit_and_give_up_no_more_than_they_must(tmp_path):
+    """A page of 100 bytes is a cell of 4 KiB there: that counts from before it is written, and when it goes."""
+    async with storing(tmp_path, host=8 * MIB) as store:
+        store.limit([Rule("tenant", b"a".hex(), {Tier.DISK: 160 * 4096})])
+        engine = Engine(store)
+        await engine.open(cache_of(b"a", page=100))
+        most, least = 0, 160
+        for n in range(12):
+            assert await engine.put(path(n, 40)) == 40
+            while store.parts.persist.pending:
+                most = max(most, store.parts.ways.quotas.report()[0]["disk_held_bytes"])
+                await asyncio.sleep(0)
+            least = min(least, held(store, engine, Tier.DISK)) if n > 4 else least
+        assert most <= 160 * 4096
+        assert least >= 120
+        assert store.parts.check() == []
+
+
 async def test_a_limit_on_a_device():
     """The tenant's oldest pages leave the device and stay in host; another's, older still, stay where they are."""
     memory = DeviceMemory(maker("cpu"), 16 * MIB, slab_bytes=4 * PAGE, deadline_s=30.0)

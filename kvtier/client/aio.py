@@ -17,10 +17,11 @@ from kvtier.client.device import FENCE_S, MappedDevice, Reached
 from kvtier.client.held import HeldLease, HeldReservation
 from kvtier.client.layout import Bytes
 from kvtier.client.link import FAULTS, Away, Given, Identity, Steps
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Stretches, Target, registering, registering_kv
+from kvtier.client.moving import HeldRegion, Moving, Source, Stretches, Target, registering, registering_kv
 from kvtier.client.putting import putting, slow_s
 from kvtier.client.share import adopted
 from kvtier.client.slots import Checks, Slots, Verify
+from kvtier.client.whole import Numbers
 from kvtier.identity import CacheSpec, Slice
 from kvtier.paths import socket_path
 from kvtier.types import KvtierError
@@ -320,26 +321,30 @@ class AsyncRegion(HeldRegion):
         self._client = client
 
     async def start_load(
-        self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+        self, source: Source, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> AsyncTransfer:
         """Begin copying items into rows; see sync.Region.start_load."""
-        transfer = AsyncTransfer(self, len(rows), wait_ms)
-        await self._client.attempt(self._loading(transfer, source, rows, group, first, wait_ms), None)
+        transfer = AsyncTransfer(self, rows, wait_ms)
+        await self._client.attempt(self._loading(transfer, source, group, first, wait_ms), None)
         return transfer.in_hand()
 
-    async def load(self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
+    async def load(
+        self, source: Source, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+    ) -> bytes:
         """Copy items into rows: one byte per row, 1 where its verified bytes are there; see sync.Region.load."""
         return await (await self.start_load(source, rows, group=group, first=first, wait_ms=wait_ms)).finish()
 
     async def start_store(
-        self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+        self, target: Target, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> AsyncTransfer:
         """Begin copying rows into the cache; see sync.Region.start_store."""
-        transfer = AsyncTransfer(self, len(rows), wait_ms)
-        await self._client.attempt(self._storing(transfer, target, rows, group, first, wait_ms), None)
+        transfer = AsyncTransfer(self, rows, wait_ms)
+        await self._client.attempt(self._storing(transfer, target, group, first, wait_ms), None)
         return transfer.in_hand()
 
-    async def store(self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
+    async def store(
+        self, target: Target, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+    ) -> bytes:
         """Copy rows into the cache: one byte per row, 1 where the item is stored or was already."""
         return await (await self.start_store(target, rows, group=group, first=first, wait_ms=wait_ms)).finish()
 
@@ -351,8 +356,8 @@ class AsyncRegion(HeldRegion):
 class AsyncTransfer(Moving):
     """One load or store in flight; its rows are fenced until the daemon's word is there."""
 
-    def __init__(self, region: AsyncRegion, count: int, wait_ms: int) -> None:
-        super().__init__(region, count)
+    def __init__(self, region: AsyncRegion, rows: Numbers, wait_ms: int) -> None:
+        super().__init__(region, rows)
         self._client = region._client  # noqa: SLF001 - of the same module
         self._wait_s = wait_ms / 1000
 
@@ -373,4 +378,4 @@ class AsyncTransfer(Moving):
         except BaseException:
             await self._client.attempt(self._forsaking(), None)
             raise
-        return done or bytes(self._count)
+        return done or bytes(len(self.rows))

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,11 +17,10 @@ from kvtier.client.link import (
     EVENTS,
     IN_FLIGHT,
     RETRY_S,
+    Aside,
     Away,
-    Borrow,
     Call,
     Do,
-    Hand,
     Identity,
     Inbox,
     Join,
@@ -154,24 +154,24 @@ class AsyncLink:
                 return None
             case Owe():
                 return self.recovery.owe(step)
-            case Hand(message, fds, reply):
-                return (await self._aside(message, list(fds), reply, deadline))[0]
-            case Borrow(message, reply):
-                return await self._aside(message, [], reply, deadline)
+            case Aside():
+                return await self._alone(deadline, partial(self._aside, step, deadline))
             case Do(work, nbytes):
                 return await beside(work, nbytes)
 
-    async def _aside(
-        self, message: wire.Message, fds: list[int], reply: type[R], deadline: float
-    ) -> tuple[R, list[int]]:
-        """Send on a connection of its own, with descriptors; the reply, and those that came with it."""
+    async def _aside(self, step: Aside, deadline: float) -> None:
+        """Say it on a connection of its own, unless that was done meanwhile; raises Away, and the refusal."""
+        if not step.joined.alive:
+            raise Away("the connection is lost")
+        if step.known():
+            return
         first = FirstFrame(wire.MAX_BODY)
         try:
             async with self._bounded(deadline):
                 with await self._dial() as sock:
-                    await send_first(sock, wire.request_frame(message, 1), fds)
+                    await send_first(sock, wire.framed(step.message, 1), [*step.fds])
                     await receive_first(sock, first)
-            return first_reply(first, reply), first.take_fds()
+            step.learn(first_reply(first, step.reply), first.take_fds)
         finally:
             first.close()
 
@@ -199,16 +199,24 @@ class AsyncLink:
         joined = self.joined
         if joined is not None and not self.recovery.owes:
             return joined
-        async with self._bounded(deadline):  # another task may be connecting with a later one
+        return await self._alone(deadline, partial(self._joining, deadline))
+
+    async def _joining(self, deadline: float) -> Joined:
+        """Connect, and say what the daemon is still to hear."""
+        joined = self.joined or await self._connect(deadline)
+        for old in self.recovery.unmapped():
+            await self._unmapped(joined, old, deadline)
+        while (message := self.recovery.owed(joined)) is not None:
+            await self.start(joined, message, wire.Ok, deadline, at_once=True)
+            self.recovery.said()
+        return joined
+
+    async def _alone(self, deadline: float, work: Callable[[], Awaitable[T]]) -> T:
+        """Do what is of one task at a time; raises Away."""
+        async with self._bounded(deadline):  # another task's deadline may be later
             await self._dialing.acquire()
         try:
-            joined = self.joined or await self._connect(deadline)
-            for old in self.recovery.unmapped():
-                await self._unmapped(joined, old, deadline)
-            while (message := self.recovery.owed(joined)) is not None:
-                await self.start(joined, message, wire.Ok, deadline, at_once=True)
-                self.recovery.said()
-            return joined
+            return await work()
         finally:
             self._dialing.release()
 
@@ -368,11 +376,17 @@ class AsyncLink:
 
     async def leave(self) -> None:
         """Disconnect, so that what was held returns at once; never raises for an absent daemon. See Talk.leave."""
-        self.recovery.closed = True
+        deadline, stream = asyncio.get_running_loop().time() + self.timeout_s, self._stream
+        try:
+            if self.recovery.hurry(None if stream is None else stream.joined):
+                await self.join(deadline)
+        except (Away, KvtierError):
+            pass
+        finally:
+            self.recovery.closed = True
         joined = self.joined
         if joined is None:
             return
-        deadline = asyncio.get_running_loop().time() + self.timeout_s
         joined.alive = False
         try:
             if joined.arenas.unmap():

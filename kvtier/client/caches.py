@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-import numpy as np
-
 from kvtier import wire
 from kvtier.client.device import MappedDevice
 from kvtier.client.link import FAULTS, Away, Call, Given, Join, Joined, Post, R, Steps
+from kvtier.client.whole import whole
 from kvtier.identity import CacheSpec, Slice
 from kvtier.types import Code, KvtierError, bad
 
@@ -243,7 +242,9 @@ class KeyPath:
         running: bool = False,
     ) -> Steps[Given[wire.Reserved]]:
         """Slots for pages of the path; in device memory only where that is mapped."""
-        lists = tuple(wire.Want(group, np.asarray(numbers, "<i4").tobytes()) for group, numbers in wants)
+        lists = tuple(
+            wire.Want(group, whole(numbers, "wants", "page numbers", "<i4").tobytes()) for group, numbers in wants
+        )
         return (
             yield from self._asking(
                 lambda handle: wire.Reserve(handle, start, pages, lists, wait_ms, device and self._maps(), running),
@@ -290,8 +291,10 @@ def ordering(paths: Sequence[KeyPath], waited_ms: Sequence[int], bound_ms: int) 
     if joined is None:
         return []
     reply = yield Call(joined, wire.Order(tuple(handles), tuple(waited_ms), bound_ms), wire.Ordered)
-    at = {handle: n for n, handle in enumerate(handles)}
-    return [at[handle] for handle in cast("wire.Ordered", reply).handles]
+    at: dict[int, list[int]] = {}
+    for n in sorted(range(len(handles)), key=lambda n: (waited_ms[n], -n)):  # a path may be there twice
+        at.setdefault(handles[n], []).append(n)
+    return [at[handle].pop() for handle in cast("wire.Ordered", reply).handles]
 
 
 def pinging() -> Steps[bool]:

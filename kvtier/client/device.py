@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
 import numpy as np
 
 from kvtier import wire
-from kvtier.client.link import Away, Borrow, Call, Identity, Join, Joined, Steps
+from kvtier.client.link import Aside, Away, Call, DeviceArena, Identity, Join, Joined, Steps
 from kvtier.types import Code, KvtierError
 
 TOKEN_BYTES: Final = 16
@@ -40,19 +41,22 @@ class MappedDevice:
         if not self.wanted:
             return
         self.reason = "the daemon is away"
+
+        def learn(told: wire.DeviceMapped, take_fds: Callable[[], list[int]]) -> None:
+            joined.mapped = _map(joined, told, take_fds(), self._uuid)
+
+        request = wire.MapDevice(self._who.instance, self._who.scope)
         try:
-            told, fds = cast(
-                "tuple[wire.DeviceMapped, list[int]]",
-                (yield Borrow(wire.MapDevice(self._who.instance, self._who.scope), wire.DeviceMapped)),
-            )
-            token = _map(joined, told, fds, self._uuid)
-            yield Call(joined, wire.UseDevice(token), wire.Ok)
+            yield Aside(joined, request, (), wire.DeviceMapped, lambda: joined.mapped is not None, learn)
+            assert joined.mapped is not None
+            yield Call(joined, wire.UseDevice(joined.mapped.token), wire.Ok)
         except (Away, KvtierError) as exc:
             self.reason = str(exc)
-            joined.arenas.forget(joined.device)
-            joined.device = -1
+            if joined.mapped is not None and joined.device < 0:
+                joined.arenas.forget(joined.mapped.number)
+                joined.mapped = None
         else:
-            self.reason = ""
+            self.reason, joined.device = "", joined.mapped.number
 
     def mapping(self, uuid: bytes) -> Steps[bool]:
         """Ask for it from now on; whether this connection has it."""
@@ -63,8 +67,8 @@ class MappedDevice:
         return joined.device >= 0
 
 
-def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int], uuid: bytes) -> bytes:
-    """Map what the daemon told of, on that GPU if one is said; the token found there. Raises io, bad_request."""
+def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int], uuid: bytes) -> DeviceArena:
+    """Map what the daemon told of, on that GPU if one is said. Raises io, bad_request."""
     try:
         _expect(uuid, told.exported.uuid)
         token = (_map_gpu if any(told.exported.uuid) else _map_host)(joined, told, fds)
@@ -74,8 +78,7 @@ def _map(joined: Joined, told: wire.DeviceMapped, fds: list[int], uuid: bytes) -
     finally:
         for fd in fds:
             os.close(fd)
-    joined.device = told.arena
-    return token
+    return DeviceArena(told.arena, token)
 
 
 def _expect(uuid: bytes, there: bytes) -> None:

@@ -90,19 +90,20 @@ class Owe(NamedTuple):
     message: wire.Message
 
 
-class Hand(NamedTuple):
-    """Send a message with descriptors on a connection of its own; gives the reply."""
+class Aside(NamedTuple):
+    """Send a message, with descriptors, on a connection of its own, one at a time; gives None.
 
+    `known`: whether another thread has done it meanwhile, so that there is nothing to send. `learn` is told of the
+    reply before others have their turn, and how to take the descriptors that came along: what the daemon was told
+    last holds, whoever hears its answer first.
+    """
+
+    joined: Joined
     message: wire.Message
     fds: tuple[int, ...]
     reply: type[wire.Message]
-
-
-class Borrow(NamedTuple):
-    """Send a message on a connection of its own; gives the reply and the descriptors that came along, the caller's."""
-
-    message: wire.Message
-    reply: type[wire.Message]
+    known: Callable[[], bool]
+    learn: Callable[[Any, Callable[[], list[int]]], None]
 
 
 class Do(NamedTuple):
@@ -112,7 +113,7 @@ class Do(NamedTuple):
     nbytes: int
 
 
-Step = Join | Call | Start | Wait | Post | Owe | Hand | Borrow | Do
+Step = Join | Call | Start | Wait | Post | Owe | Aside | Do
 Steps = Generator[Step, Any, T]
 """A verb of the client without its I/O: sync and async drivers run the same steps."""
 
@@ -148,6 +149,14 @@ class Daemon:
         self.close()
 
 
+class DeviceArena(NamedTuple):
+    """Device memory that is mapped."""
+
+    number: int
+    token: bytes
+    """What shows the daemon that it is."""
+
+
 class Joined:
     """One connection that said Hello: its arenas, and whether it still is."""
 
@@ -162,8 +171,10 @@ class Joined:
         """Whether it is of a process that forked this one: what was given on it is not this one's to give back."""
         self.drained = False
         """Whether the daemon said to a later one that nothing moves any more which was asked for on this one."""
+        self.mapped: DeviceArena | None = None
+        """The arena in device memory, once it is mapped."""
         self.device = -1
-        """The number of the arena in device memory that is mapped; -1: none."""
+        """Its number, once the daemon has seen that it is; -1: what the daemon gives is in host."""
         self.unheard: list[int] = []
         """Requests for leases and reservations whose replies never came."""
         self.unsaid: list[wire.Message] = []
@@ -234,7 +245,7 @@ def unmapped_message(old: Joined) -> wire.Unmapped:
 def hello_frame(who: Identity, unmapped: list[Joined]) -> bytes:
     """The first frame of a connection; of what was never heard, `unmapped_message` tells."""
     over = tuple(old.welcome.session for old in unmapped if not old.unheard)
-    return wire.request_frame(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
+    return wire.framed(wire.Hello(wire.VERSION, who.instance, who.scope, who.events, over), 1)
 
 
 def first_reply(first: FirstFrame, expect: type[R]) -> R:

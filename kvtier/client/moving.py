@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from typing import Any, Self, cast
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvtier import wire
 from kvtier.client.caches import OpenCache
 from kvtier.client.held import HeldLease, HeldReservation
-from kvtier.client.link import FAULTS, Away, Call, Hand, Identity, Join, Joined, Post, Start, Steps, Ticket, Wait
+from kvtier.client.link import FAULTS, Aside, Away, Call, Identity, Join, Joined, Post, Start, Steps, Ticket, Wait
+from kvtier.client.whole import Numbers, whole
 from kvtier.types import KvtierError, bad
 
-Rows = Sequence[int] | npt.NDArray[Any]
 Stretches = Sequence[tuple[wire.Exported, int]]
 """Memory as exported, with the descriptor of what has no handle."""
 Source = HeldLease | tuple[OpenCache, bytes]
@@ -31,7 +29,10 @@ class HeldRegion:
     def __init__(self, name: str, message: wire.Register | wire.RegisterKv, fds: Sequence[int]) -> None:
         """Keeps duplicates of the descriptors."""
         self.name = name
-        self._fds = tuple(os.dup(fd) for fd in fds)
+        try:
+            self._fds = tuple(os.dup(fd) for fd in fds)
+        except (OSError, TypeError, OverflowError) as exc:
+            raise bad("fd", f"an open file descriptor ({exc})", fds) from None
         self._message = message
         self._open = True
         self._joined: Joined | None = None
@@ -61,20 +62,29 @@ class HeldRegion:
             if not self._open:
                 raise bad("region", "one that is registered", self.name)
             message = msgspec.structs.replace(self._message, session=joined.welcome.session)
+
+            def learn(reply: wire.Registered, _: object) -> None:
+                self._number, self._joined = reply.region, joined
+
             try:
-                reply = cast("wire.Registered", (yield Hand(message, self._fds, wire.Registered)))
+                yield Aside(joined, message, self._fds, wire.Registered, lambda: self._joined is joined, learn)
             except KvtierError as exc:
                 if self._joined is not None:  # it was registered before: not the engine's fault
                     raise Away(f"the daemon does not register region {self.name} again: {exc}") from exc
                 raise
-            self._number, self._joined = reply.region, joined
         return joined, self._number
 
     def _unregistering(self) -> Steps[bool]:
-        """Let the daemon forget the region; False while transfers run or the daemon is away."""
-        joined = self._joined
-        if joined is not None and joined.alive:
-            yield Call(joined, wire.Unregister(self._number), wire.Ok)
+        """Let the daemon forget the region. Raises Away, and busy while transfers run.
+
+        One that has lost the connection may have it still: it is asked again until it says that nothing moves there.
+        """
+        known = self._joined
+        if known is not None and not (known.inherited or known.daemon.gone):
+            joined, number = yield from self.entering()
+            if joined is not known and not known.drained:
+                raise Away("the daemon may still have the region of a connection that was lost")
+            yield Call(joined, wire.Unregister(number), wire.Ok)
         self.close()
         return True
 
@@ -88,12 +98,10 @@ class HeldRegion:
     def __del__(self) -> None:
         self.close()
 
-    def _loading(
-        self, transfer: Moving, source: Source, rows: Rows, group: int, first: int, wait_ms: int
-    ) -> Steps[None]:
+    def _loading(self, transfer: Moving, source: Source, group: int, first: int, wait_ms: int) -> Steps[None]:
         """Send a Load."""
         joined, region = yield from self.entering()
-        raw = _rows(rows)
+        raw = transfer.rows.tobytes()
         if isinstance(source, HeldLease):
             source.on(joined)
             message = wire.Load(region, group, raw, lease=source.number, first=first, wait_ms=wait_ms)
@@ -102,12 +110,10 @@ class HeldRegion:
             message = wire.Load(region, group, raw, cache=cache, keys=source[1], wait_ms=wait_ms)
         yield from transfer.beginning(joined, message, wire.Loaded)
 
-    def _storing(
-        self, transfer: Moving, target: Target, rows: Rows, group: int, first: int, wait_ms: int
-    ) -> Steps[None]:
+    def _storing(self, transfer: Moving, target: Target, group: int, first: int, wait_ms: int) -> Steps[None]:
         """Send a Store."""
         joined, region = yield from self.entering()
-        raw = _rows(rows)
+        raw = transfer.rows.tobytes()
         if isinstance(target, HeldReservation):
             target.on(joined)
             message = wire.Store(region, group, raw, reservation=target.number, first=first, wait_ms=wait_ms)
@@ -119,8 +125,9 @@ class HeldRegion:
 
 def registering(who: Identity, name: str, offset: int, stride: int, rows: int) -> wire.Register:
     """The request that shares rows; raises bad_request."""
-    if offset < 0 or stride < 1 or rows < 1:
-        raise bad("region", "offset >= 0, stride >= 1, rows >= 1", (offset, stride, rows))
+    for field, value, least in (("offset", offset, 0), ("stride", stride, 1), ("rows", rows, 1)):
+        if not isinstance(value, int) or value < least:
+            raise bad(field, f"a whole number of at least {least}", value)
     return wire.Register(who.instance, name, offset, stride, rows, who.scope)
 
 
@@ -135,13 +142,14 @@ def registering_kv(
 class Moving:
     """One Load or Store in flight. Its rows may be touched again only when it is not `fenced` any more."""
 
-    def __init__(self, region: HeldRegion, count: int) -> None:
-        self.result: bytes | None = bytes(count)
+    def __init__(self, region: HeldRegion, rows: Numbers) -> None:
+        """Raises bad_request."""
+        self.rows = whole(rows, "rows", "row numbers", "<i8")
+        self.result: bytes | None = bytes(len(self.rows))
         """One byte per row, 1 where it was done; once it is sent, None until the daemon has said so."""
         self.refused = ""
         """Why rows were not done, where the daemon gave a reason."""
         self._region = region
-        self._count = count
         self._ticket: Ticket[Any] | None = None
 
     def beginning(self, joined: Joined, message: wire.Message, reply: type[wire.Message]) -> Steps[None]:
@@ -149,7 +157,7 @@ class Moving:
         try:
             yield Start(joined, message, reply, self._begun)
         except (Away, KvtierError):  # not sent, or not whole
-            self._done(bytes(self._count))
+            self._done(bytes(len(self.rows)))
             raise
 
     def _begun(self, ticket: Ticket[Any]) -> None:
@@ -215,7 +223,7 @@ class Moving:
 
     def _refuse(self, exc: KvtierError) -> None:
         """The daemon's word that nothing was done."""
-        self._done(bytes(self._count))
+        self._done(bytes(len(self.rows)))
         self.refused = exc.code.value
 
     def _cancelling(self) -> Steps[bytes | None]:
@@ -236,8 +244,3 @@ class Moving:
             self._region.fence(self)
             if self._ticket is not None and self._ticket.joined.alive:
                 yield Post(self._ticket.joined, wire.Cancel(self._ticket.request))
-
-
-def _rows(rows: Rows) -> bytes:
-    """Row numbers as the wire has them."""
-    return np.ascontiguousarray(np.asarray(rows, "<i8")).tobytes()

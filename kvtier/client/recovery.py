@@ -30,6 +30,11 @@ class Recovery:
         """Whether the daemon is still to hear something: of arenas that are unmapped, of what is given back."""
         return bool(self._lost or self._owed)
 
+    def hurry(self, lost: Joined | None) -> bool:
+        """Whether a client that closes is still to say something, of `lost` at least; it may try to connect at once."""
+        self._next = 0.0
+        return not self.closed and (self.owes or (lost is not None and not lost.alive and not lost.daemon.gone))
+
     def owe(self, what: Owe) -> None:
         """Remember to say something."""
         self._owed.append(what)

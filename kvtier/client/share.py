@@ -33,7 +33,7 @@ def adopted(raw: bytes, cache: OpenCache, joined: Joined | None) -> Share:
     """
     try:
         share = msgspec.msgpack.decode(raw, type=Share)
-    except msgspec.MsgspecError as exc:
+    except (TypeError, msgspec.MsgspecError) as exc:
         raise bad("share", f"what share() returned ({exc})") from None
     if joined is None or share.run != joined.welcome.run:
         return Share(b"", share.start, lease=share.lease and wire.Acquired(0, 0))

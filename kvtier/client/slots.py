@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeVar
@@ -124,10 +125,11 @@ class Slots:
         """
         if after is not None:
             self.busy_until(after)
-        while self._busy:
-            if not self._busy[0].synchronize(timeout_s):
+        while first := self._busy[:1]:
+            if not first[0].synchronize(timeout_s):
                 raise KvtierError(Code.IO, f"the device has not done it within {timeout_s} s: its slots stay held")
-            del self._busy[0]
+            with contextlib.suppress(ValueError):  # another thread may have waited for it, too: a cancelled task's
+                self._busy.remove(first[0])
 
     def on(self, joined: Joined) -> None:
         """Raise Away unless this was given on that connection."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtier import wire
 from kvtier.client.link import (
     EVENTS,
+    Aside,
     Away,
-    Borrow,
     Call,
     Do,
-    Hand,
     Identity,
     Join,
     Joined,
@@ -116,10 +117,8 @@ class SyncLink:
                 return None
             case Owe():
                 return self.recovery.owe(step)
-            case Hand(message, fds, reply):
-                return self._aside(message, list(fds), reply, deadline)[0]
-            case Borrow(message, reply):
-                return self._aside(message, [], reply, deadline)
+            case Aside():
+                return self._alone(deadline, partial(self._aside, step, deadline))
             case Do(work, _):
                 return work()
 
@@ -135,13 +134,15 @@ class SyncLink:
         if self._talk is not None:
             self._talk.lose("a call was interrupted")
 
-    def _aside(self, message: wire.Message, fds: list[int], reply: type[R], deadline: float) -> tuple[R, list[int]]:
-        """Send on a connection of its own, with descriptors; the reply, and those that came with it."""
-        sock = wait_dial(self.path, deadline)
-        with sock:
-            first = ask(sock, wire.request_frame(message, 1), fds, deadline)
+    def _aside(self, step: Aside, deadline: float) -> None:
+        """Say it on a connection of its own, unless that was done meanwhile; raises Away, and the refusal."""
+        self._on(step.joined)
+        if step.known():
+            return
+        with wait_dial(self.path, deadline) as sock:
+            first = ask(sock, wire.framed(step.message, 1), [*step.fds], deadline)
         try:
-            return first_reply(first, reply), first.take_fds()
+            step.learn(first_reply(first, step.reply), first.take_fds)
         finally:
             first.close()
 
@@ -152,6 +153,20 @@ class SyncLink:
         joined = self.joined
         if joined is not None and not self.recovery.owes:
             return joined
+        return self._alone(deadline, partial(self._joining, deadline))
+
+    def _joining(self, deadline: float) -> Joined:
+        """Connect, and say what the daemon is still to hear."""
+        joined = self.joined or self._connect(deadline)
+        for old in self.recovery.unmapped():
+            self._unmapped(joined, old, deadline)
+        while (message := self.recovery.owed(joined)) is not None:
+            self._on(joined).start(message, wire.Ok, deadline, at_once=True)
+            self.recovery.said()
+        return joined
+
+    def _alone(self, deadline: float, work: Callable[[], T]) -> T:
+        """Do what is of one thread at a time; raises Away."""
         me = threading.get_ident()
         if self._dialer == me:
             raise Away("this very thread is connecting: a signal or a destructor came amid it")
@@ -159,13 +174,7 @@ class SyncLink:
             if not self._dialing.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 raise Away("another thread is connecting")
             self._dialer = me
-            joined = self.joined or self._connect(deadline)
-            for old in self.recovery.unmapped():
-                self._unmapped(joined, old, deadline)
-            while (message := self.recovery.owed(joined)) is not None:
-                self._on(joined).start(message, wire.Ok, deadline, at_once=True)
-                self.recovery.said()
-            return joined
+            return work()
         finally:
             # However an interrupt divides the above, this lets go of the lock if this thread has it, and only then.
             if self._dialer == me:
@@ -244,7 +253,14 @@ class SyncLink:
 
     def leave(self) -> None:
         """Disconnect, so that what was held returns at once; never raises for an absent daemon."""
-        self.recovery.closed = True
+        deadline, talk = time.monotonic() + self.timeout_s, self._talk
+        try:
+            if self.recovery.hurry(None if talk is None else talk.joined):
+                self.join(deadline)
+        except (Away, KvtierError):
+            pass
+        finally:
+            self.recovery.closed = True
         talk = self._talk
         if talk is not None and talk.joined.alive:
-            talk.leave(time.monotonic() + self.timeout_s)
+            talk.leave(deadline)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier import wire
-from kvtier.client.moving import HeldRegion, Moving, Rows, Source, Target
+from kvtier.client.moving import HeldRegion, Moving, Source, Target
+from kvtier.client.whole import Numbers
 
 if TYPE_CHECKING:
     from kvtier.client.sync import Client
@@ -20,38 +21,38 @@ class Region(HeldRegion):
         self._client = client
 
     def start_load(
-        self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+        self, source: Source, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> Transfer:
         """Begin copying items into rows (-1 skips): of a lease from page `first` on, or of (cache, keys)."""
         return self._load(source, rows, group, first, wait_ms).in_hand()
 
-    def load(self, source: Source, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
+    def load(self, source: Source, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
         """Copy items into rows: one byte per row, 1 where its verified bytes are there.
 
         Where it ends without the daemon's word, `fenced` is true until the rows may be touched again.
         """
         return self._load(source, rows, group, first, wait_ms).finish()
 
-    def _load(self, source: Source, rows: Rows, group: int, first: int, wait_ms: int) -> Transfer:
+    def _load(self, source: Source, rows: Numbers, group: int, first: int, wait_ms: int) -> Transfer:
         """Begin, the rows being fenced."""
-        transfer = Transfer(self, len(rows), wait_ms)
-        self._client.attempt(self._loading(transfer, source, rows, group, first, wait_ms), None)
+        transfer = Transfer(self, rows, wait_ms)
+        self._client.attempt(self._loading(transfer, source, group, first, wait_ms), None)
         return transfer
 
     def start_store(
-        self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000
+        self, target: Target, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> Transfer:
         """Begin copying rows into a reservation's pages from `first` on, or under (cache, keys), and commit them."""
         return self._store(target, rows, group, first, wait_ms).in_hand()
 
-    def store(self, target: Target, rows: Rows, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
+    def store(self, target: Target, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:
         """Copy rows into the cache: one byte per row, 1 where the item is stored or was already."""
         return self._store(target, rows, group, first, wait_ms).finish()
 
-    def _store(self, target: Target, rows: Rows, group: int, first: int, wait_ms: int) -> Transfer:
+    def _store(self, target: Target, rows: Numbers, group: int, first: int, wait_ms: int) -> Transfer:
         """Begin, the rows being fenced."""
-        transfer = Transfer(self, len(rows), wait_ms)
-        self._client.attempt(self._storing(transfer, target, rows, group, first, wait_ms), None)
+        transfer = Transfer(self, rows, wait_ms)
+        self._client.attempt(self._storing(transfer, target, group, first, wait_ms), None)
         return transfer
 
     def unregister(self) -> bool:
@@ -62,8 +63,8 @@ class Region(HeldRegion):
 class Transfer(Moving):
     """One load or store in flight; its rows are fenced until the daemon's word is there."""
 
-    def __init__(self, region: Region, count: int, wait_ms: int) -> None:
-        super().__init__(region, count)
+    def __init__(self, region: Region, rows: Numbers, wait_ms: int) -> None:
+        super().__init__(region, rows)
         self._client = region._client  # noqa: SLF001 - of the same module
         self._wait_s = wait_ms / 1000
 
@@ -84,4 +85,4 @@ class Transfer(Moving):
         except BaseException:
             self._client.attempt(self._forsaking(), None)
             raise
-        return done or bytes(self._count)
+        return done or bytes(len(self.rows))

@@ -14,7 +14,7 @@ from kvtier.index.copies import Copies, Dropped
 from kvtier.index.names import FEW, MASK, Ends, added, total
 from kvtier.index.node import LOCAL, TIERS, Node, blank, held_to
 from kvtier.index.order import Order, Warmth
-from kvtier.types import NO_COPY
+from kvtier.types import NO_COPY, Tier
 
 
 class Cut(NamedTuple):
@@ -43,25 +43,29 @@ class Index(Copies):
 
     # -- leases ----------------------------------------------------------------------------------------------
 
-    def lease(self, node: Node) -> None:
-        """Hold the path from the root to the end of `node`."""
+    def lease(self, node: Node, *, low: bool = False) -> None:
+        """Hold the path from the root to the end of `node`; `low`: but not what a device has of it."""
         up: Node | None = node
         while up is not None:
             up.refs += 1
+            up.low += low
             up = up.parent
 
-    def unlease(self, node: Node) -> list[Dropped]:
-        """Let the path go; returns copies of pages that were cut meanwhile and are free now."""
+    def unlease(self, node: Node, *, low: bool = False) -> list[Dropped]:
+        """Let the path go, as it was held; returns copies of pages that were cut meanwhile and are free now."""
         out: list[Dropped] = []
         up: Node | None = node
         while up is not None:
             up.refs -= 1
+            up.low -= low
             assert up.refs >= 0, "released more often than leased"
             if up.refs == 0:
                 if up.dead:
                     out += self._bury(up)
                 elif up is not self.root:
                     self._offer_all(up)
+            elif up.refs == up.low:
+                self._offer(up, Tier.DEVICE)
             up = up.parent
         if not node.dead and node.refs == 0 and (node.live < node.pages or not any(node.count)):
             self.settle(node)

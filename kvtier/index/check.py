@@ -71,6 +71,8 @@ def _check_place(index: Index, node: Node) -> list[str]:
         wrong.append(f"{where}: published after unpublished pages of its parent")
     if sum(c.refs for c in (node.children or {}).values()) > node.refs:
         wrong.append(f"{where}: {node.refs} leases, fewer than its children")
+    if not sum(c.low for c in (node.children or {}).values()) <= node.low <= node.refs:
+        wrong.append(f"{where}: {node.low} of {node.refs} leases are of host")
     return wrong
 
 
@@ -100,7 +102,7 @@ def _check_copies(index: Index, node: Node) -> list[str]:
             wrong.append(f"{where}: tier {tier} counts {node.count[tier]}/{node.below[tier]}, has {count}/{below}")
         order = index.orders.get(tier)
         queued = order is not None and (order.late or order.queued(node))
-        free = order is not None and node.tier_leaf(tier) and not node.refs
+        free = order is not None and node.tier_leaf(tier) and not node.holds(tier)
         if free and not queued and (span := index.tail(node, tier))[0] < span[1]:
             wrong.append(f"{where}: free leaf of tier {tier} that eviction cannot find")
     return wrong

@@ -257,9 +257,9 @@ class Copies:
             order.policy.fall(node, up)
 
     def _offer(self, node: Node, tier: int) -> None:
-        """Queue a leaf that nobody holds for eviction."""
+        """Queue a leaf that nobody holds there for eviction."""
         order = self.orders.get(tier)
-        if order is not None and not node.refs and not node.dead and node.tier_leaf(tier):
+        if order is not None and not node.holds(tier) and not node.dead and node.tier_leaf(tier):
             order.push(self, node)
 
     def _offer_all(self, node: Node) -> None:

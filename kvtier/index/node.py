@@ -24,9 +24,8 @@ class Node:
     """
 
     __slots__ = (
-        "at", "below", "chain", "children", "count", "dead", "depth", "edge", "heat", "keep", "live", "name", "notes",
-        "over", "pages", "parent", "queued", "refs", "squeezed", "stored", "sums",
-        "time",
+        "at", "below", "chain", "children", "count", "dead", "depth", "edge", "heat", "keep", "live", "low", "name",
+        "notes", "over", "pages", "parent", "queued", "refs", "squeezed", "stored", "sums", "time",
     )  # fmt: skip
 
     stored: Any
@@ -43,6 +42,8 @@ class Node:
         self.children: dict[bytes, Node] | None = None
         self.refs = 0
         """Leases that pass through this node."""
+        self.low = 0
+        """Those among them whose holders read host, so that the device's copies may go."""
         self.time = time
         self.dead = False
         """Cut from the index; its copies go when the last lease does."""
@@ -73,6 +74,10 @@ class Node:
     def end(self) -> int:
         """Page number just after the last page."""
         return self.depth + self.pages
+
+    def holds(self, tier: int) -> int:
+        """Leases that keep its copies in a tier where they are."""
+        return self.refs - self.low if tier == Tier.DEVICE else self.refs
 
     def tier_leaf(self, tier: int) -> bool:
         """Whether copies are here and none below, in this tier."""

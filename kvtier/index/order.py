@@ -272,7 +272,7 @@ class Order:
                 self._queue(node, -1)
                 if node.keep <= now:
                     node.keep = 0.0
-                if not node.dead and not node.refs and node.tier_leaf(self.tier):
+                if not node.dead and not node.holds(self.tier) and node.tier_leaf(self.tier):
                     self.push(index, node)
 
     def _pick(self, heaps: list[list[Entry]], share: int, now: float, own: bool) -> int:
@@ -297,7 +297,7 @@ class Order:
         checked = 0
         for number, heap in enumerate(heaps[1:-1]):
             top, known = heap[0][2] if heap else None, heads[number]
-            if top is known and (top is None or (top.time == times[number] and not top.refs)):
+            if top is known and (top is None or (top.time == times[number] and not top.holds(self.tier))):
                 continue
             heads[number] = head = self._head(heaps, share, number + 1, own)
             times[number] = head.time if head is not None else 0.0
@@ -325,7 +325,7 @@ class Order:
             if node.queued >> shift & 255 != lane + 1 or not _among(index, share):
                 heapq.heappop(heap)
                 continue
-            if node.dead or node.refs or not node.tier_leaf(self.tier):
+            if node.dead or node.holds(self.tier) or not node.tier_leaf(self.tier):
                 heapq.heappop(heap)
                 self._queue(node, -1)
                 continue

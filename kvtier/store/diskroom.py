@@ -121,7 +121,7 @@ class DiskRoom:
             index, node = taken
             with self.order.kept(index, node):
                 cache = self.caches[index]
-                each = sum(cache.item_bytes[group] for group in index.anchors) or 1
+                each = sum(map(cache.slot_cost, index.anchors)) or 1
                 most = max(1, self.most_run(cache) // each)
                 lo, hi = index.tail(node, Tier.DISK, min(most, self.order.policy.share(node)))
                 if lo == hi:
@@ -130,7 +130,7 @@ class DiskRoom:
                 self.evictions.note(index, node, lo, hi, Tier.DISK, "no room on disk", time.time(), self.ways.now())
                 gone = index.evict(node, lo, hi, Tier.DISK)
                 cache.release(gone, self.disk)
-                freed += sum(len(d.handles) * cache.item_bytes[d.group] for d in gone if d.tier == Tier.DISK)
+                freed += sum(len(d.handles) * cache.slot_cost(d.group) for d in gone if d.tier == Tier.DISK)
                 self.ways.counts["pages_evicted_disk"] += hi - lo
                 pages += hi - lo
                 index.settle(node)

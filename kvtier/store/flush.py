@@ -128,7 +128,8 @@ async def _left(persist: Persist, caches: Iterable[Cache]) -> KvtierError | None
         if mine:
             pages += mine
             names.append(cache.id.hex()[:12])
-            over = over and persist.ways.quotas.over(cache, mine * sum(cache.item_bytes), Tier.DISK) > 0
+            page = sum(map(cache.slot_cost, range(cache.index.groups)))
+            over = over and persist.ways.quotas.over(cache, mine * page, Tier.DISK) > 0
     if not pages:
         return None
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

@@ -51,7 +51,7 @@ class Path:
 class Lease:
     """A hold on a path (token caches: one node) or on several keyed nodes."""
 
-    __slots__ = ("cache", "cost", "device_cost", "group", "nodes", "pages", "tiers")
+    __slots__ = ("cache", "cost", "device_cost", "group", "low", "nodes", "pages", "tiers")
 
     def __init__(
         self,
@@ -71,6 +71,8 @@ class Lease:
         self.device_cost = device_cost
         self.group = group
         self.tiers = tiers
+        self.low = False
+        """Whether the device's copies of it may go."""
 
 
 class Rank(NamedTuple):

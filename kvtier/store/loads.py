@@ -299,7 +299,7 @@ class Loads:
         others = [other for other in LOCAL if other != tier]
         needed = index.anchors if isinstance(index, RadixIndex) else [m.group]
         if not held and all(any(index.get(where, at, other, g) != NO_COPY for other in others) for g in needed):
-            if tier == Tier.DEVICE and where.refs > 1:
+            if tier == Tier.DEVICE and where.holds(tier) > 1:
                 return  # an engine may read it in place
             cache.release(index.drop(where, at, at + 1, tier), self.disk)
             self.space.persist.offer(cache, m.node, m.page, m.page + 1)

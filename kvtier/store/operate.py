@@ -75,7 +75,7 @@ class Operate:
             have = node.count[tier]
             if node.dead or not have:
                 continue
-            if node.refs or space.unsaved_from(cache.index, node, 0, node.pages) < node.pages:
+            if node.holds(tier) or space.unsaved_from(cache.index, node, 0, node.pages) < node.pages:
                 kept += node.pages
                 continue
             self._note(cache, node, tier)

@@ -147,9 +147,9 @@ class Parts:
         """Hold paths for a job of the daemon's own."""
         return self.space.leased(cache, *nodes)
 
-    def unlease(self, cache: Cache, node: Node) -> None:
+    def unlease(self, cache: Cache, node: Node, *, low: bool = False) -> None:
         """Let a path go that an engine held, freeing what was doomed on it."""
-        self.space.unlease(cache, node)
+        self.space.unlease(cache, node, low=low)
         self.patience.stir()
 
     def admit(self, res: Reservation) -> None:

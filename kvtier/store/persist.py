@@ -174,7 +174,7 @@ class Persist:
         assert disk is not None
         cache, end = entry.cache, min(entry.end, entry.first + RUN_PAGES)
         items = self._bounded(cache, self._items(entry, end))
-        nbytes = sum(cache.item_bytes[item.group] for item in items)
+        nbytes = sum(cache.slot_cost(item.group) for item in items)
         saved = items[0].page if items else within_reach(cache, entry.node, entry.first, end)
         if not saved and not items:
             entry.failed = "a page is in neither host nor disk"
@@ -230,7 +230,7 @@ class Persist:
         """Those of the leading pages that make a run: so small that it needs but a part of the disk, and of a quota."""
         left = self.room.most_run(cache)
         for at, item in enumerate(items):
-            left -= cache.item_bytes[item.group]
+            left -= cache.slot_cost(item.group)
             if left < 0 and item.page > items[0].page:
                 return [each for each in items[:at] if each.page < item.page]
         return items

@@ -86,7 +86,7 @@ class Pins:
         if pin is not None:
             pin.timer.cancel()
             for node in pin.what.nodes:
-                self.parts.unlease(pin.what.cache, node)
+                self.parts.unlease(pin.what.cache, node, low=True)
 
     def unpin(self, msg: wire.Unpin) -> wire.Info:
         """End a pin, or all of them (0). Raises unknown."""

@@ -60,9 +60,9 @@ class Held(NamedTuple):
         return each * len(self.nodes)
 
     def lease(self) -> None:
-        """Hold all of it."""
+        """Hold all of it, in host."""
         for node in self.nodes:
-            self.cache.index.lease(node)
+            self.cache.index.lease(node, low=True)
 
     def missing(self, loads: Loads) -> list[Missing]:
         """Items that are on disk and not in host."""

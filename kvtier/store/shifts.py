@@ -272,7 +272,7 @@ class Demote(Shifter):
         index = cache.index
         for page in range(first, end):
             where, at = index.locate(node, page)
-            if where.dead or where.refs > 1:
+            if where.dead or where.holds(Tier.DEVICE) > 1:
                 continue
             held = [g for g in range(index.groups) if index.get(where, at, Tier.DEVICE, g) != NO_COPY]
             if held and all(index.get(where, at, Tier.HOST, g) != NO_COPY for g in held):

@@ -174,7 +174,7 @@ class Slabs:
 
     async def _relocate(self, cache: Cache, node: Node, slab: Slab) -> None:
         """Move a node's items out of the slab, unless somebody holds it."""
-        if node.dead or node.refs:
+        if node.dead or node.holds(self._space.tier):
             return
         index, tier, group, pool = cache.index, self._space.tier, slab.group, cache.pools[self._space.tier]
         inside = self._inside(cache, node, slab)
@@ -199,7 +199,7 @@ class Slabs:
             free = []
             for depth, _, new in plan:
                 where, at = index.locate(node, depth)
-                moved = copied and where.refs == 1 and not where.dead
+                moved = copied and where.holds(tier) == 1 and not where.dead
                 free.append(index.move(where, at, tier, group, new) if moved else new)
                 self._space.counts["pages_relocated"] += moved
             if good == SlotState.CACHED:

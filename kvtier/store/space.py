@@ -179,12 +179,13 @@ class Space:
         left = [n if pool.used(group) else 0 for group, n in enumerate(missing)]
         dropped = offered = 0
         unsaved: list[tuple[Index, Node]] = []
+        kept: list[tuple[Index, Node]] = []
         until = math.inf
         try:
             while offered < max(left) and time.perf_counter() < until:
                 if (dropped or offered) and math.isinf(until):
                     until = time.perf_counter() + slice_s
-                taken = order.pop(self.ways.now(), share) if len(unsaved) < MAX_UNSAVED else None
+                taken = order.pop(self.ways.now(), share) if len(unsaved) + len(kept) < MAX_UNSAVED else None
                 if taken is None and not unsaved:
                     break
                 index, node = taken or unsaved.pop(0)
@@ -195,13 +196,13 @@ class Space:
                     if taken is not None and self.below.there and self.unsaved_from(index, node, lo, hi) < hi:
                         pages = self._save(index, node)
                         offered += pages
-                        if not pages:
-                            unsaved.append(taken)
+                        if not pages:  # what somebody reads in host, once it is there, is lost for no room here
+                            (kept if node.refs else unsaved).append(taken)
                         continue  # held until written; comes back to the order then
                     self._drop(index, node, lo, hi, left)
                     dropped += hi - lo
         finally:
-            for index, node in unsaved:
+            for index, node in unsaved + kept:
                 index.requeue(node, self.tier)
             self.persist.room.evictions.batch(self.tier, dropped)
         return dropped > 0
@@ -270,9 +271,9 @@ class Space:
             for node in nodes:
                 self.unlease(cache, node)
 
-    def unlease(self, cache: Cache, node: Node) -> None:
+    def unlease(self, cache: Cache, node: Node, *, low: bool = False) -> None:
         """Let a path go, freeing what was doomed on it."""
-        cache.release(cache.index.unlease(node), self.persist.disk)
+        cache.release(cache.index.unlease(node, low=low), self.persist.disk)
 
 
 def _needs(cache: Cache, groups: Sequence[int]) -> list[int]:

@@ -205,8 +205,10 @@ class Tokens(Reserving):
         instance.hold(Tier.DEVICE, there)
         node = index.ending_at(node, end)
         node.time = max(node.time, self.parts.now())
-        index.lease(node)
-        return Lease(cache, [node], end, cost - there, tiers=tiers, device_cost=there)
+        lease = Lease(cache, [node], end, cost - there, tiers=tiers, device_cost=there)
+        lease.low = Tier.DEVICE not in tiers
+        index.lease(node, low=lease.low)
+        return lease
 
     @staticmethod
     def _whole(lease: Lease) -> bool:
@@ -225,7 +227,7 @@ class Tokens(Reserving):
         instance.hold(Tier.HOST, -lease.cost)
         instance.hold(Tier.DEVICE, -lease.device_cost)
         for node in lease.nodes:
-            self.parts.unlease(lease.cache, node)
+            self.parts.unlease(lease.cache, node, low=lease.low)
 
     async def _load(self, instance: Instance, path: Path, pages: int, deadline: float, tiers: Tiers) -> Acquired:
         """Bring the missing pages; a lost copy or the deadline leaves the longest prefix that can be read in place."""
