@@ -27,7 +27,8 @@ from kvtier.config import load
 from kvtier.demo.daemon import Daemon
 from kvtier.depots import Redis as Settings
 from kvtier.peer.depot import Depot
-from kvtier.peer.redis import Login, RedisShelf
+from kvtier.peer.redis import RedisShelf
+from kvtier.peer.redis_server import Login
 from kvtier.peer.resp import Line
 from kvtier.peer.secrets import read
 from kvtier.peer.shelf import Want, item_name, marks
@@ -456,6 +457,30 @@ async def test_who_waits_while_others_move_bytes_has_its_deadline_after_that(tmp
             monkeypatch.setattr(Line, "read", slow)
             assert await asyncio.gather(*(fetched(tier, shared, path) for path in PATHS[:12])) == [5] * 12
             assert (tier.counts["peer_busy"], tier.counts["peer_down"]) == (0, 0)
+
+
+async def test_a_thread_that_has_its_turn_late_has_its_deadline_after_that(tmp_path: Path) -> None:
+    """This host holds the threads up for longer than a deadline: there is an answer, and the server is not blamed."""
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=0.3), 0.3) as tier:
+            await until(tier.answers)
+            one = tier.shelf._servers[server.address]
+            held = [one._pool.submit(time.sleep, 0.5) for _ in range(one._pool._max_workers)]
+            assert await tier.shelf.has(["kvt1:x:y:{z}:0"], time.monotonic() + 0.3) == [False]
+            assert any(each.done() for each in held)
+            assert tier.counts["peer_down"] == 0
+
+
+async def test_a_server_that_was_given_little_time_is_not_blamed(tmp_path: Path) -> None:
+    """What came before it took the deadline: that is a miss, and no reason to ask the server nothing."""
+    with Redis(tmp_path) as server, Proxy(server.port) as proxy:
+        proxy.spoil = lambda said: time.sleep(0.1) or said
+        async with sharing(tmp_path, RedisShelf([proxy.address], deadline_s=0.4), 0.4) as tier:
+            await until(tier.answers)
+            names = ["kvt1:x:y:{z}:0"]
+            assert await tier.shelf.has(names, time.monotonic() + 0.05) == [None]
+            assert tier.counts["peer_down"] == 0
+            assert await tier.shelf.has(names, time.monotonic() + 0.4) == [False]
 
 
 async def test_who_waits_in_vain_for_a_turn_at_a_shared_store_is_a_miss(tmp_path: Path) -> None:

@@ -469,6 +469,20 @@ async def test_a_transfer_that_gets_no_thread_brings_nothing_and_nobody_is_blame
         await take(tier, PATH, 9)
 
 
+async def test_the_time_of_a_transfer_begins_when_a_thread_has_its_turn(tmp_path: Path, monkeypatch) -> None:
+    """One that waited for others' transfers here has as long as any other: the peer sends no faster for it."""
+    monkeypatch.setattr(Pipe, "local", property(lambda _: True))
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    near, far = map(Pipe, socket.socketpair())
+    knocked = near.knock(Terms("near", secrets), "far", sealed=False)
+    await asyncio.gather(knocked, far.answer(Terms("far", secrets), b"life"))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(time.sleep, 0.5)
+        assert await near.threaded(pool, lambda line: line._until - time.monotonic(), 64 << 20, 1.5) > 1.2
+    for pipe in (near, far):
+        pipe.close()
+
+
 @pytest.mark.parametrize(
     ("frame", "altered"),
     [

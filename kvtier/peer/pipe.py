@@ -152,17 +152,17 @@ class Pipe:
     async def threaded(
         self, pool: Executor, work: Callable[[bulk.Line], T], nbytes: int, within_s: float, *, begun: bool = False
     ) -> T:
-        """Let a worker thread use the connection, all over so long from now. Raises what `work` raises.
+        """Let a worker thread use the connection, all over so long after it has its turn. Raises what `work` raises.
 
         Raises a Refusal where no thread is free for half of the time that the other end bears without a byte: that is
         nobody's fault but this host's. `begun`: bytes are on their way, so that the connection is of no use then. A
         cancelled caller shuts the connection, so that the thread ends, and waits for that.
         """
-        session, until = self.session, time.monotonic() + within_s
-        patience = min(within_s, 2 * self.patience(nbytes))
+        session, patience = self.session, min(within_s, 2 * self.patience(nbytes))
         assert session is not None
 
         def run() -> T:
+            until = time.monotonic() + within_s
             line = bulk.Line(self.stream, session, until, patience=patience, sealed=self.sealed, pace=self.pace)
             with line:
                 result = work(line)
