@@ -42,6 +42,7 @@ class RedisShelf:
     ) -> None:
         """`servers`: one, or some of a Cluster. `ttl_s`: values are forgotten after that time; 0: when they must."""
         self.counts = Counter() if counts is None else counts
+        self.returns = 0
         self._login = login or Login()
         self._deadline_s = deadline_s
         self._expire = (b"EX", b"%d" % ttl_s) if ttl_s else ()
@@ -75,7 +76,9 @@ class RedisShelf:
     async def _run(self) -> None:
         while True:
             try:
+                away = [server for server in self._servers.values() if not server.up]
                 await asyncio.gather(*(server.ping() for server in self._servers.values()))
+                self.returns += sum(server.up for server in away)
                 await self._survey()
             except Exception:  # noqa: BLE001 - the watch must not end
                 _log.exception("a look at the shared store ended; the next follows")
