@@ -60,6 +60,8 @@ class Pipe:
     async def knock(self, terms: Terms, peer: str, *, sealed: bool | None = None) -> None:
         """As the asker of that peer: agree on keys. `sealed` None: off loopback, without TLS."""
         await self.stream.shake()
+        if self.stream.channel is not None:
+            expect_name(self.stream.channel, peer)
         self.sealed = not (self.local or self.stream.channel) if sealed is None else sealed
         nonce = random.token_bytes(frames.NONCE_BYTES)
         knock = frames.Knock(frames.VERSION, nonce, self.sealed, terms.name, terms.rate)
