@@ -57,7 +57,8 @@ class Server:
         self._deadline_s = deadline_s
         self._counts = counts
         self._resolver = Resolver(address)
-        self._where: Found | None = None
+        self._found: list[Found] = []
+        """Its addresses, the one that is connected to first."""
         self._idle: list[Line] = []
         self._room = asyncio.Semaphore(MAX_OPS)
 
@@ -123,13 +124,13 @@ class Server:
             while True:
                 one = self._idle.pop()
                 one.until = until
-                if one.quiet():
+                if one.where in self._found and one.quiet():
                     return one
-                self.life += 1  # it hung up: perhaps it was started again
+                self.life += 1  # it hung up, or its name is another server's now: perhaps that one is empty
                 one.close()
-        if self._where is None:
+        if not self._found:
             raise OSError(f"{self.address[0]} is not known yet")
-        one = Line(self.address[0], self._where, until, self._login.tls)
+        one = Line(self.address[0], self._found[0], until, self._login.tls)
         try:
             if self._login.password:
                 self._enter(one)
@@ -151,11 +152,11 @@ class Server:
         """Ask whether it answers, which also is how it gets another chance."""
         try:
             async with asyncio.timeout(self._deadline_s):  # here, because a look-up in a thread knows no deadline
-                self._where = (await self._resolver.find())[0]
+                self._found = await self._resolver.find()
             await self._threaded(lambda line: line.call(b"PING"), time.monotonic() + self._deadline_s)
         except FAULTS as exc:
-            if self._where is not None:
-                self._resolver.failed(self._where)
+            if self._found:
+                self._resolver.failed(self._found[0])
             self.failed(exc)
             return
         if not self.up:
