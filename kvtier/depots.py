@@ -13,7 +13,8 @@ import msgspec
 
 from kvtier.peer.mooncake import MooncakeShelf
 from kvtier.peer.mooncake_child import Setup
-from kvtier.peer.redis import Login, RedisShelf
+from kvtier.peer.redis import RedisShelf
+from kvtier.peer.redis_server import Login
 from kvtier.types import Code, KvtierError, bad
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -24,6 +26,7 @@ import pytest
 from kvtier import wire
 from kvtier.client import Client, page_keys
 from kvtier.control.call import Admin
+from kvtier.dashboard import site
 from kvtier.dashboard.history import KEPT, History
 from kvtier.dashboard.site import ADDRESS_NAME, FILES, MAX_BODY, MAX_PROMPT
 from kvtier.demo.daemon import Daemon
@@ -199,6 +202,8 @@ def test_bad_requests_are_refused_by_field_and_pages_of_other_names_not_at_all(b
         ("/v1/curve?add=x", "add"),
         ("/v1/tree?limit=99999999999999999999999", "limit"),
         ("/v1/tree?limit=%C2%B2", "limit"),
+        (f"/v1/curve?add={'0' * 19}1{'9' * 100}", "add"),
+        (f"/v1/curve?add={'0' * 19}1{'9' * 5000}", "add"),
     ):
         status, body, _ = board.ask(path)
         assert (status, body["error"]["field"]) in {(400, field), (404, field)}, path
@@ -322,3 +327,23 @@ def test_the_history_holds_an_hour_and_begins_anew_with_the_daemon() -> None:
     assert {(step["asked_s"], step["hit_s"]["host"], step["hit_s"]["disk"]) for step in steps} == {(200.0, 50.0, 0.0)}
     history.add(1e6, {"tokens_asked": 10})
     assert history.steps() == []
+
+
+async def test_a_clock_that_is_set_back_makes_no_peak_in_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are by a clock that nobody sets: an hour of the picture would be flat beside one such step."""
+    asked, times = itertools.count(0, 1000), itertools.count(10**9, -3600)
+
+    class Line:
+        """A daemon that is asked for 1,000 tokens between two readings."""
+
+        async def ask(self, *_: object) -> wire.Info:
+            return wire.Info({"counters": {"tokens_asked": next(asked)}})
+
+    monkeypatch.setattr(site, "EVERY_S", 0.01)
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    shown = site.Dashboard(Line(), Line(), "token")
+    watch = asyncio.create_task(shown.watch())
+    while len(shown._history.steps()) < 5:
+        await asyncio.sleep(0.01)
+    watch.cancel()
+    assert max(step["asked_s"] for step in shown._history.steps()) < 1e6

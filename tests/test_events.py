@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -80,7 +81,7 @@ def telling(tmp_path: Path) -> Iterator[Telling]:
     """A daemon that publishes."""
     one = Telling(tmp_path)
     one.host.start()
-    until(lambda: one.replay(1 << 40) is not None and one.listen() != [])  # a subscriber misses what comes before it
+    until(lambda: one.replay(1 << 60) is not None and one.listen() != [])  # a subscriber misses what comes before it
     yield one
     one.host.close()
     one.context.destroy(linger=0)
@@ -114,10 +115,10 @@ def test_missed_batches_are_replayed_and_a_newcomer_learns_everything(telling: T
     telling.host.put(PATH)
     until(lambda: counts(telling.known()) == {"CPU_PINNED": 6, "DISK": 6})
     kept = telling.replay(0)
-    assert [number for number, _ in kept] == list(range(len(kept)))
+    assert [number for number, _ in kept] == list(range(kept[0][0], kept[0][0] + len(kept)))
     assert dict(kept).items() >= {number: msgspec.msgpack.encode(batch) for number, batch in telling.heard}.items()
     telling.heard.clear()
-    telling.replay(1 << 40)
+    telling.replay(1 << 60)
     until(lambda: counts(telling.known()) == {"CPU_PINNED": 6, "DISK": 6})
     assert any(event["type"] == "AllBlocksCleared" for event in telling.listen())
 
@@ -145,7 +146,7 @@ def test_who_asks_for_batches_and_does_not_read_them_takes_no_memory() -> None:
     for number in range(60):
         tokens = np.arange(number, number + 200_000, dtype="<i4").tobytes()
         publisher.send(0.0, [Stored("CPU_PINNED", b"", bytes(16), tokens, 200_000)])
-    until(lambda: publisher._next == 60)
+    until(lambda: publisher._next == publisher._first + 60)
     assert publisher._kept_bytes > 30 << 20
     before = psutil.Process().memory_info().rss
     command = [sys.executable, "-c", DEAF, replay]
@@ -167,6 +168,51 @@ def test_a_daemon_that_starts_again_tells_what_its_disk_has(telling: Telling) ->
     telling.heard = [(number, msgspec.msgpack.decode(payload)) for number, payload in telling.replay(0)]
     assert telling.heard[0][1][1][0]["type"] == "AllBlocksCleared"
     until(lambda: counts(telling.known()) == {"DISK": 6})
+
+
+def test_who_heard_the_life_before_learns_that_it_ended_wherever_it_had_stopped(telling: Telling) -> None:
+    """What a daemon that was started again says is nobody's next batch: it is asked for, and clears all first."""
+    telling.listen()
+    heard = telling.heard[-1][0]
+    telling.host.put(PATH)
+    telling.host.daemon.kill()
+    telling.host.start()
+    until(lambda: telling.host.put(PATH) == 6 and len(telling.replay(heard + 1)) > 2)
+    numbers, (first, *_) = zip(*telling.replay(heard + 1), strict=True)
+    assert numbers[0] > heard + 1
+    assert msgspec.msgpack.decode(first)[1] == [{"type": "AllBlocksCleared"}]
+
+
+def test_who_subscribes_is_told_where_the_stream_is_though_nothing_more_happens(telling: Telling) -> None:
+    """Else whoever connects again after the last event believes for ever what it knew before."""
+    telling.host.put(PATH)
+    until(lambda: counts(telling.known()) == {"CPU_PINNED": 6, "DISK": 6})
+    for _ in range(2):
+        late = telling.context.socket(zmq.SUB)
+        late.subscribe(b"")
+        late.connect(f"tcp://127.0.0.1:{telling.ports[0]}")
+        assert late.poll(5000)
+        _, number, payload = late.recv_multipart()
+        late.close()
+        assert msgspec.msgpack.decode(payload)[1] == []
+        telling.listen()
+        assert int.from_bytes(number, "big") == telling.heard[-1][0]
+
+
+def test_pages_computed_again_stay_announced_when_the_purged_ones_are_let_go_of(telling: Telling) -> None:
+    """An engine that still reads what was purged says nothing about what is served by then."""
+    host = telling.host
+    host.put(PATH)
+    until(lambda: counts(telling.known()) == {"CPU_PINNED": 6, "DISK": 6})
+    with host.engine().open(SPEC).match(path_keys(PATH)).acquire() as lease:
+        assert lease.pages == 6
+        host.ask(wire.Purge(scope=f"uid:{os.getuid()}"))
+        until(lambda: counts(telling.known()) == {})
+        host.put(PATH)
+        until(lambda: counts(telling.known()) == {"CPU_PINNED": 6, "DISK": 6})
+    host.put([7])
+    until(lambda: counts(telling.known()).get("DISK") == 7)
+    assert counts(telling.known()) == {"CPU_PINNED": 7, "DISK": 7}
 
 
 def test_dynamos_indexer_scores_tiers_as_the_daemon_has_them(telling: Telling) -> None:

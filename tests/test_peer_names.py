@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,3 +138,44 @@ async def test_a_name_whose_look_up_hangs_or_that_is_none_holds_up_no_other_peer
             gate.set()
             await tier.close()
             await home.close()
+
+
+@needs_redis
+async def test_a_name_that_is_another_servers_by_now_is_followed(tmp_path: Path, monkeypatch) -> None:
+    """As after a failover, where the old server still answers; a look-up that fails or hangs takes nobody down."""
+    gate, says = threading.Event(), {}
+
+    def look_up(host: str, port: int, *words: object, **more: object) -> object:
+        if host != "far.example":
+            return real(host, port, *words, **more)
+        if more.get("flags"):
+            raise socket.gaierror(-2, "no address")
+        if says["at"] == "hangs":
+            gate.wait()
+        if says["at"] in {"fails", "hangs"}:
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+        return real("127.0.0.1", says["at"], type=socket.SOCK_STREAM)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(redis, "PING_S", 0.05)
+    with Redis(tmp_path) as first, Redis(tmp_path) as second:
+        shelf = redis.RedisShelf([("far.example", 1)], deadline_s=1.0)
+        says["at"] = first.port
+        shelf.start()
+        try:
+            await until(lambda: shelf.up, 5.0)
+            assert await shelf.replace(["kvt1:{a}"], b"v", time.monotonic() + 1) == [True]
+            for at in ("fails", "hangs"):
+                says["at"] = at
+                await asyncio.sleep(0.5)
+                assert await shelf.has(["kvt1:{a}"], time.monotonic() + 1) == [True]
+            says["at"] = second.port
+            gate.set()
+            await asyncio.sleep(0.5)
+            assert await shelf.has(["kvt1:{a}"], time.monotonic() + 1) == [False]
+            assert await shelf.replace(["kvt1:{b}"], b"v", time.monotonic() + 1) == [True]
+            assert (first.names(), second.names()) == ([b"kvt1:{a}"], [b"kvt1:{b}"])
+            assert shelf.counts["peer_down"] == 0
+        finally:
+            gate.set()
+            await shelf.close()

@@ -19,19 +19,22 @@ from pathlib import Path
 
 import pytest
 
-from engines import spec, tokens
+from engines import Engine, spec, tokens
 from fleetkit import DEADLINE_MS, Host, free_ports, write_secrets
 from fleetkit import until as waited
 from kvtier import wire
 from kvtier.config import load
 from kvtier.demo.daemon import Daemon
 from kvtier.depots import Redis as Settings
+from kvtier.peer import redis
 from kvtier.peer.depot import Depot
-from kvtier.peer.redis import Login, RedisShelf
+from kvtier.peer.redis import RedisShelf
+from kvtier.peer.redis_server import Login
 from kvtier.peer.resp import Line
 from kvtier.peer.secrets import read
-from kvtier.peer.shelf import Want, item_name, marks
+from kvtier.peer.shelf import GENERATION_TAGS, Want, item_name, marks
 from kvtier.peer.terms import MAX_OPS
+from kvtier.store import pushes, repairs
 from kvtier.types import KvtierError
 from peerkit import PATIENCE_S, SPEC, blank, fetched, given, given_soon, page, right, sums_of
 from sharedkit import REDIS, Proxy, Redis, needs_redis
@@ -458,6 +461,30 @@ async def test_who_waits_while_others_move_bytes_has_its_deadline_after_that(tmp
             assert (tier.counts["peer_busy"], tier.counts["peer_down"]) == (0, 0)
 
 
+async def test_a_thread_that_has_its_turn_late_has_its_deadline_after_that(tmp_path: Path) -> None:
+    """This host holds the threads up for longer than a deadline: there is an answer, and the server is not blamed."""
+    with Redis(tmp_path) as server:
+        async with sharing(tmp_path, RedisShelf([server.address], deadline_s=0.3), 0.3) as tier:
+            await until(tier.answers)
+            one = tier.shelf._servers[server.address]
+            held = [one._pool.submit(time.sleep, 0.5) for _ in range(one._pool._max_workers)]
+            assert await tier.shelf.has(["kvt1:x:y:{z}:0"], time.monotonic() + 0.3) == [False]
+            assert any(each.done() for each in held)
+            assert tier.counts["peer_down"] == 0
+
+
+async def test_a_server_that_was_given_little_time_is_not_blamed(tmp_path: Path) -> None:
+    """What came before it took the deadline: that is a miss, and no reason to ask the server nothing."""
+    with Redis(tmp_path) as server, Proxy(server.port) as proxy:
+        proxy.spoil = lambda said: time.sleep(0.1) or said
+        async with sharing(tmp_path, RedisShelf([proxy.address], deadline_s=0.4), 0.4) as tier:
+            await until(tier.answers)
+            names = ["kvt1:x:y:{z}:0"]
+            assert await tier.shelf.has(names, time.monotonic() + 0.05) == [None]
+            assert tier.counts["peer_down"] == 0
+            assert await tier.shelf.has(names, time.monotonic() + 0.4) == [False]
+
+
 async def test_who_waits_in_vain_for_a_turn_at_a_shared_store_is_a_miss(tmp_path: Path) -> None:
     """All that may be under way hangs: others get nothing after ten deadlines; afterwards all is as before."""
     with Redis(tmp_path) as server:
@@ -495,3 +522,39 @@ async def test_operators_are_told_that_a_store_is_full_and_may_not_evict(tmp_pat
             server.cli("CONFIG", "SET", "maxmemory", "0")
             assert await sink.send(places, sums_of(places)) == 5
             assert tier.status()[0]["why"] == ""
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_what_was_given_up_while_a_store_was_away_gets_there_once_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keyed: bool
+) -> None:
+    """It is away for longer than a push is tried: what host has of all that was computed is offered then, once."""
+    for module, name, value in ((pushes, "RETRY_S", 0.01), (repairs, "LOOK_S", 0.05), (redis, "PING_S", 0.05)):
+        monkeypatch.setattr(module, name, value)
+    cache, keys = spec(key_bytes=16 if keyed else 0), tokens(*range(1, 21))
+    with Redis(tmp_path) as server:
+        secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+        async with storing(None) as near:
+            near.join_fleet(Depot(RedisShelf([server.address]), secrets))
+            near.parts.peers.start()
+            tier, engine = near.parts.peers.tier, Engine(near)
+            await engine.open(cache)
+            await until(tier.answers)
+            server.kill()
+            await until(lambda: not tier.answers())
+            if keyed:
+                reply = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, keys))
+                engine.write(keys, reply)
+                await engine.call(wire.Commit(reply.reservation, 0, reply.pages))
+            else:
+                assert await engine.put(keys) == 20
+            await until(lambda: near.parts.counts["peer_push_dropped_home"] and not near.parts.peers.busy)
+            assert tier.moves() is None
+            server.start()
+            items = len(keys) // cache.stride
+            await until(lambda: len(server.names()) == 2 * items + len(GENERATION_TAGS))
+            await until(lambda: not (near.parts.peers.busy or near.parts.peers.repairs.walking))
+            assert tier.moves() is None
+            await near.parts.peers.close()
+            near.parts.peers = None
+            engine.leave()

@@ -26,7 +26,7 @@ from fleetkit import free_ports, write_secrets
 from kvtier import quant
 from kvtier.config import load
 from kvtier.identity import GroupSpec
-from kvtier.peer import frames, items, speed, turns
+from kvtier.peer import frames, items, node, speed, turns
 from kvtier.peer.base import Place, Shared
 from kvtier.peer.direct import Direct
 from kvtier.peer.fame import MOST, Fame
@@ -469,6 +469,20 @@ async def test_a_transfer_that_gets_no_thread_brings_nothing_and_nobody_is_blame
         await take(tier, PATH, 9)
 
 
+async def test_the_time_of_a_transfer_begins_when_a_thread_has_its_turn(tmp_path: Path, monkeypatch) -> None:
+    """One that waited for others' transfers here has as long as any other: the peer sends no faster for it."""
+    monkeypatch.setattr(Pipe, "local", property(lambda _: True))
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    near, far = map(Pipe, socket.socketpair())
+    knocked = near.knock(Terms("near", secrets), "far", sealed=False)
+    await asyncio.gather(knocked, far.answer(Terms("far", secrets), b"life"))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(time.sleep, 0.5)
+        assert await near.threaded(pool, lambda line: line._until - time.monotonic(), 64 << 20, 1.5) > 1.2
+    for pipe in (near, far):
+        pipe.close()
+
+
 @pytest.mark.parametrize(
     ("frame", "altered"),
     [
@@ -551,7 +565,7 @@ async def test_pages_travel_in_tls_without_a_fleets_key(tmp_path: Path, monkeypa
 
 def met(near: Certs, far: Certs) -> bool:
     """Whether two ends come to terms, in memory."""
-    ends = near.channel(server=False, name="far"), far.channel(server=True)
+    ends = near.channel(server=False), far.channel(server=True)
     over = [False, False]
     try:
         for turn in range(6):
@@ -561,7 +575,7 @@ def met(near: Certs, far: Certs) -> bool:
                 other.arrived(raw)
     except ssl.SSLError:
         return False
-    return all(over) and ends[1].names() == {"near"}
+    return all(over) and (ends[0].names(), ends[1].names()) == ({"far"}, {"near"})
 
 
 @needs_openssl
@@ -595,6 +609,38 @@ async def test_a_wrong_certificate_or_none_gets_nothing(tmp_path: Path) -> None:
         async with pair(Terms("near", secrets, 1.0, mine), Terms("far", secrets, 1.0, theirs)) as (tier, _):
             await until(lambda tier=tier: tier.status()[0]["why"] not in {"", "not asked yet"})
             assert not tier.answers()
+
+
+@needs_openssl
+async def test_names_need_be_none_of_dns_and_letters_of_either_size_are_one(tmp_path: Path) -> None:
+    """A host may be called by its address, with dots at odd places, or at length: its certificate has that name."""
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    ca = authority(tmp_path)
+    for name, shown in (("Far", "far"), ("10.0.0.1", "10.0.0.1"), ("a..b", "a..b"), ("x" * 70, "X" * 70)):
+        mine, theirs = certificate(tmp_path, "near", ca), certificate(tmp_path, "far", ca, shown)
+        async with pair(Terms("near", secrets, 3.0, mine), Terms(name, secrets, 3.0, theirs)) as (tier, _):
+            await until(lambda tier=tier: tier.status()[0]["up"], 5.0)
+    theirs = certificate(tmp_path, "far", ca, "*.kv.example")  # which any service of the same CA may have
+    async with pair(Terms("near", secrets, 3.0, mine), Terms("far.kv.example", secrets, 3.0, theirs)) as (tier, _):
+        await until(lambda: "not made out to its name" in tier.status()[0]["why"], 5.0)
+
+
+@needs_openssl
+async def test_a_peer_that_takes_no_new_connection_is_not_up_because_an_old_one_answers(tmp_path, monkeypatch) -> None:
+    """Its certificate was replaced by one that the peer does not take: that is found out once, not each second."""
+    monkeypatch.setattr(node, "PING_S", 0.05)
+    secrets = read(write_secrets(tmp_path / "secrets", ["uid:0"]))
+    ca, other = authority(tmp_path), authority(tmp_path, "other")
+    mine, theirs = (certificate(tmp_path, name, ca) for name in ("near", "far"))
+    async with pair(Terms("near", secrets, 2.0, mine), Terms("far", secrets, 2.0, theirs)) as (tier, _):
+        await until(tier.answers)
+        certificate(tmp_path, "near", other)
+        for _ in range(20):
+            assert await tier.find(tier.shared(SPEC, "uid:0", 0), PATH, 0) == []
+            await asyncio.sleep(0.05)
+        assert tier.counts["peer_down"] == 1
+        certificate(tmp_path, "near", ca)
+        await until(tier.answers)
 
 
 async def test_a_peer_cannot_pass_on_what_another_one_shows_it(tmp_path: Path) -> None:

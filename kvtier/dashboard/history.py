@@ -20,7 +20,7 @@ class History:
         self._readings: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=KEPT)
 
     def add(self, at: float, counters: Mapping[str, int]) -> None:
-        """Note the counters at a time (seconds since 1970). A daemon that began anew begins a new history."""
+        """Note the counters at a time, of a clock that nobody sets. A daemon that began anew begins a new history."""
         if self._readings and counters.get("tokens_asked", 0) < self._readings[-1][1].get("tokens_asked", 0):
             self._readings.clear()
         self._readings.append((at, counters))
@@ -32,7 +32,7 @@ class History:
             seconds = max(1e-9, at - since)
             hit = {tier: _grown(before, after, f"tokens_hit_{tier}") / seconds for tier in TIERS}
             asked = _grown(before, after, "tokens_asked") / seconds
-            out.append({"at": at, "seconds": seconds, "asked_s": asked, "hit_s": hit})
+            out.append({"seconds": seconds, "asked_s": asked, "hit_s": hit})
         return out
 
 

@@ -44,6 +44,8 @@ MAX_BODY: Final = 4096
 """Bytes of the body of a pin."""
 MAX_PROMPT: Final = 16 << 20
 """Bytes of the body of a prompt that is to be routed."""
+MAX_DIGITS: Final = 20
+"""Of a number in a query."""
 NAMES: Final = {"127.0.0.1", "localhost", "[::1]"}
 R = TypeVar("R", bound=wire.Message)
 _log = logging.getLogger("kvtier.http")
@@ -139,7 +141,7 @@ class Dashboard:
         """Read the counters now and then, for as long as the task lives."""
         while True:
             with contextlib.suppress(TimeoutError, OSError, EOFError, KvtierError):
-                self._history.add(time.time(), (await self._asked(wire.Metrics()))["counters"])
+                self._history.add(time.monotonic(), (await self._asked(wire.Metrics()))["counters"])
             await asyncio.sleep(EVERY_S)
 
     async def _asked(self, message: wire.Message) -> Any:
@@ -244,6 +246,6 @@ async def _body(request: web.Request, most: int) -> bytes:
 def _number(values: Any, name: str, most: int) -> int:
     """A natural number of a query, 0 where there is none; raises bad_request."""
     text = values.get(name, "0")
-    if not text.isascii() or not text.isdecimal() or not 0 <= int(text[:20]) <= most:
+    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or int(text) > most:
         raise bad(name, f"0..{most}", text[:40])
     return int(text)

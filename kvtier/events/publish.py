@@ -1,15 +1,21 @@
 """Sends events over ZMQ in a thread of its own, in vLLM's format, keeps the latest for replay.
 
-PUB: three frames, the topic (empty), the number of the batch (8 bytes, big-endian, from 0 in each life of the daemon)
-and MessagePack of [time, events, rank]. ROUTER: a request is the first number wanted, the answer every kept batch from
-there as (number, batch), then the number -1, which is missing where the reader has too much unread. Who asks for
-batches that are not kept any more gets what is kept, and everything is announced anew on PUB.
+XPUB: three frames, the topic (empty), the number of the batch (8 bytes, big-endian) and MessagePack of [time, events,
+rank]. ROUTER: a request is the first number wanted, the answer every kept batch from there as (number, batch), then the
+number -1, which is missing where the reader has too much unread. Who asks for batches that are not kept any more gets
+what is kept, and everything is announced anew. Who subscribes, or connects again, gets a batch at once: its number says
+what was missed, which nobody would learn who heard nothing more.
+
+A life of the daemon numbers its batches from the time of its start, in microseconds: to whoever heard the life before,
+that is a gap, and what it then asks for begins with "nothing holds". Numbers that began at 0 could go on just where the
+listener had stopped, who would believe for ever what ended with that life.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -27,6 +33,10 @@ KEPT_BYTES: Final = 256 << 20
 """as far as they are no more than that together: a batch may name the tokens of many long prompts."""
 BACKLOG: Final = 4096
 """Batches that wait for the thread; beyond that the rest is dropped, and everything is announced anew."""
+MAX_TOPIC: Final = 1024
+"""Bytes that a subscription may have."""
+MOST_AT_ONCE: Final = 256
+"""Subscriptions that are read before something else is done."""
 END: Final = (-1).to_bytes(8, "big", signed=True)
 _log = logging.getLogger("kvtier.events")
 
@@ -42,11 +52,11 @@ class Publisher:
         self._kept: deque[tuple[int, zmq.Frame]] = deque()
         """As frames: whoever asks for them and does not read shares them, and takes no memory of his own."""
         self._kept_bytes = 0
-        self._next = 0
+        self._first = self._next = time.time_ns() // 1000
         self._lost = False
         self._closing = False
         try:
-            self._out = self._bound(zmq.PUB, publish)
+            self._out = self._bound(zmq.XPUB, publish)
             self._replay = self._bound(zmq.ROUTER, replay) if replay else None
             self._bell = self._bound(zmq.PULL, "inproc://bell")
             self._ring = self._context.socket(zmq.PUSH)
@@ -60,8 +70,10 @@ class Publisher:
     def _bound(self, kind: int, endpoint: str) -> Any:
         sock = self._context.socket(kind)
         sock.linger = 0
-        if kind == zmq.PUB:
+        if kind == zmq.XPUB:
             sock.sndhwm = BACKLOG
+            sock.xpub_verbose = True  # all that subscribe are told, not the first one only
+            sock.maxmsgsize = MAX_TOPIC
         elif kind == zmq.ROUTER:
             sock.sndhwm = KEPT + 1
             sock.router_mandatory = True  # what does not fit is said, not left out in the middle
@@ -94,7 +106,7 @@ class Publisher:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for sock in filter(None, (self._bell, self._replay)):
+        for sock in filter(None, (self._bell, self._out, self._replay)):
             poller.register(sock, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
@@ -103,21 +115,37 @@ class Publisher:
                 self._publish()
                 if self._closing:
                     return
+            if self._out in ready:
+                self._welcome()
             if self._replay in ready:
                 self._answer()
 
+    def _welcome(self) -> None:
+        """Send a batch of nothing where somebody has subscribed."""
+        fresh = False
+        for _ in range(MOST_AT_ONCE):
+            try:
+                fresh |= self._out.recv(zmq.NOBLOCK)[:1] == b"\x01"
+            except zmq.Again:
+                break
+        if fresh:
+            self._put(time.time(), [])
+
     def _publish(self) -> None:
-        """Number, keep and send every batch that waits."""
+        """Send every batch that waits."""
         while self._batches:
-            when, events = self._batches.popleft()
-            payload = zmq.Frame(encode(when, events))
-            self._keep(payload)
-            self._out.send_multipart((b"", self._next.to_bytes(8, "big"), payload), copy=False)
-            self._next += 1
+            self._put(*self._batches.popleft())
         if self._lost:
             self._lost = False
             _log.warning("events were dropped; everything is announced anew")
             self._announce()
+
+    def _put(self, when: float, events: list[Event]) -> None:
+        """Number, keep and send a batch."""
+        payload = zmq.Frame(encode(when, events))
+        self._keep(payload)
+        self._out.send_multipart((b"", self._next.to_bytes(8, "big"), payload), copy=False)
+        self._next += 1
 
     def _keep(self, payload: zmq.Frame) -> None:
         """Keep the next batch for replays; the oldest go."""
@@ -133,7 +161,7 @@ class Publisher:
         if len(asked) != 8:
             return
         first = int.from_bytes(asked, "big")
-        if first > self._next or (self._kept and first < self._kept[0][0]):
+        if first > self._next or (self._kept and max(first, self._first) < self._kept[0][0]):
             self._announce()
         rest = [(number.to_bytes(8, "big"), payload) for number, payload in self._kept if number >= first]
         try:

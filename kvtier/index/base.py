@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier.identity import CHAIN_BYTES, CacheSpec, chain_keys
 from kvtier.index.check import checking
-from kvtier.index.copies import Copies, Dropped
+from kvtier.index.copies import Copies, Dropped, Watch
 from kvtier.index.names import FEW, MASK, Ends, added, total
 from kvtier.index.node import LOCAL, TIERS, Node, blank, held_to
 from kvtier.index.order import Order, Warmth
@@ -160,6 +160,8 @@ class Index(Copies):
         while stack:
             at = stack.pop()
             stack += (at.children or {}).values()
+            if self.watch is not None:
+                self._untell(self.watch, at)
             self._die(at)
             pages += at.live
             if at.refs:
@@ -169,6 +171,16 @@ class Index(Copies):
                 freed += self._bury(at)
         return Cut(freed, pages, doomed)
 
+    def _untell(self, watch: Watch, node: Node) -> None:
+        """Tell the watch that nobody finds a node's pages any more, though leases may hold their copies yet.
+
+        When those end is too late: the same pages may have been computed anew by then.
+        """
+        for tier in range(TIERS):
+            held = node.at[tier * self.groups + self.anchors[0]]
+            if held is not None:
+                watch.lost(self, node, tier, 0, held_to(held))
+
     def _bury(self, node: Node) -> list[Dropped]:
         """All copies of a dead node that nobody holds."""
         self.doomed.discard(node)
@@ -177,8 +189,6 @@ class Index(Copies):
             gone = array("q", [h for h in held or () if h != NO_COPY])
             node.at[slot] = None
             if gone:
-                if self.watch is not None and slot % self.groups == self.anchors[0]:
-                    self.watch.lost(self, node, slot // self.groups, 0, node.pages)
                 out.append(Dropped(slot // self.groups, slot % self.groups, gone))
                 self._hold(slot // self.groups, slot % self.groups, -len(gone))
                 self._told(node, slot // self.groups, 0, node.pages, len(gone))

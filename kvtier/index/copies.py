@@ -33,7 +33,7 @@ class Watch(Protocol):
         """Pages [lo, hi) of a node have a copy in the tier."""
 
     def lost(self, index: Any, node: Node, tier: int, lo: int, hi: int) -> None:
-        """Pages [lo, hi) of a node have none any more."""
+        """Pages [lo, hi) of a node have none any more that anybody finds."""
 
 
 class Copies:
@@ -101,7 +101,7 @@ class Copies:
         if kept is None:
             kept = node.sums[group] = array("Q", bytes(8 * node.pages))
         end = at + len(handles)
-        if self.watch is not None and group == self.anchors[0]:
+        if self.watch is not None and group == self.anchors[0] and not node.dead:
             self._announce(node, tier, at, handles)
         if isinstance(handles, array) and isinstance(sums, array) and _HOLE not in handles.tobytes():
             assert held[at:end].tobytes() == _HOLE * len(handles), "copy overwritten"
@@ -160,7 +160,7 @@ class Copies:
             if _HOLE in gone.tobytes():
                 gone = array("q", [h for h in gone if h != NO_COPY])
             if gone:
-                if self.watch is not None and group == self.anchors[0]:
+                if self.watch is not None and group == self.anchors[0] and not node.dead:
                     self.watch.lost(self, node, tier, lo, hi)
                 held[lo:hi] = blank(hi - lo)
                 lost += len(gone)

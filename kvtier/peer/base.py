@@ -101,6 +101,9 @@ class Sink(Protocol):
 class PeerTier(Protocol):
     """Other hosts' copies."""
 
+    keeps_all: bool
+    """Whether homes are to have what only disk has here, too: a store that hosts share evicts what nobody asks for."""
+
     def start(self) -> None:
         """Begin to watch the peers; needs a running loop."""
 
@@ -138,10 +141,10 @@ class PeerTier(Protocol):
         """(peer, leading pages) that should be pushed of a path that was computed here."""
 
     def gave_up(self) -> None:
-        """Something that was to be pushed is not tried again: homes that do not answer now get it once they do."""
+        """Something that was to be pushed is not tried again: who does not answer now gets it once that is over."""
 
     def moves(self) -> Move | None:
-        """What changed among the hosts since this was asked last; None: nothing (or homes are not hosts)."""
+        """What changed among the homes since this was asked last; None: nothing."""
 
     def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:
         """Whether this host is to give a path (keyed caches: a key of `group`) to homes it has since that move."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -30,9 +31,13 @@ FULL_S: Final = 5.0
 SLICE: Final = 256
 """Pages that are named without letting the loop go."""
 
+_log = logging.getLogger("kvtier.peer")
+
 
 class Depot:
     """A PeerTier whose one peer is the store. Owned by the loop thread."""
+
+    keeps_all = False
 
     def __init__(
         self,
@@ -54,6 +59,8 @@ class Depot:
         """How much may be under way; each shelf bounds what it does itself, but counts that as time of its servers."""
         self._lacks = Lacks()
         self._full_until = 0.0
+        self._missed_since: int | None = None
+        """How often servers had answered again when the first thing was given up that the store was to get."""
 
     def start(self) -> None:
         """See PeerTier."""
@@ -195,15 +202,21 @@ class Depot:
         return [(self.shelf.name, len(keys) // shared.spec.stride)]
 
     def gave_up(self) -> None:
-        """See PeerTier: a store gets what is computed once it answers."""
+        """See PeerTier."""
+        if self._missed_since is None:
+            self._missed_since = self.shelf.returns
 
     def moves(self) -> Move | None:
-        """See PeerTier: the store is home of everything, whoever comes and goes."""
-        return None
+        """See PeerTier: the store is home of everything; it may lack some where it did not answer."""
+        if self._missed_since is None or self._missed_since == self.shelf.returns:
+            return None
+        self._missed_since = None
+        _log.info("the shared store answers again: what is in host is offered to it")
+        return Move((), frozenset({self.shelf.name}))
 
-    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:  # noqa: ARG002 - none moves
+    def owed(self, shared: Shared, keys: bytes, move: Move, group: int = 0) -> bool:  # noqa: ARG002 - all of it is
         """See PeerTier."""
-        return False
+        return True
 
     async def offer(
         self,

@@ -37,6 +37,8 @@ HEDGE: Final = 40
 class Direct:
     """Peers of a static list of `name -> (host, port)`; names that DNS resolves are resolved at each connection."""
 
+    keeps_all = True
+
     def __init__(
         self,
         nodes: Mapping[str, tuple[str, int]],

@@ -75,7 +75,7 @@ class MooncakeShelf:
         self.counts = Counter() if counts is None else counts
         self.up = False
         self.why = UNASKED
-        self.life = 0
+        self.life = self.returns = 0
         self._setup = setup
         self._deadline_s = deadline_s
         self._pool = ThreadPoolExecutor(THREADS, "kvtier-mooncake")
@@ -164,6 +164,7 @@ class MooncakeShelf:
                 self._failed(OSError(f"the master does not answer ({found[0]})"))
             elif found is not None:
                 if not self.up:
+                    self.returns += 1
                     _log.info("the shared store of Mooncake answers")
                 self.up, self.why = True, ""
             await asyncio.sleep(PING_S)

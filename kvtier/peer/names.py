@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+HASTE_S: Final = 0.05
+"""So long a look-up is waited for where an earlier one said something; it goes on, for who asks next."""
 
 
 class Found(NamedTuple):
@@ -21,6 +24,8 @@ class Resolver:
         self._address = address
         self._looking: asyncio.Future[Any] | None = None
         """A look-up in a thread, which cannot be cancelled: whoever gives up leaves it to the next."""
+        self._known: list[Found] = []
+        """What the latest one said: one that fails or hangs says nothing of where the host is."""
         self._failed: dict[Found, None] = {}
         """Addresses that failed, the latest last."""
 
@@ -45,13 +50,19 @@ class Resolver:
         if looking is None:
             question = asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             self._looking = looking = asyncio.ensure_future(question)
-        await asyncio.wait([looking])
+        await asyncio.wait([looking], timeout=HASTE_S if self._known else None)
+        if not looking.done():
+            return self._known
         if self._looking is looking:
             self._looking = None
         try:
-            return _all(looking.result())
+            self._known = _all(looking.result())
+        except OSError:
+            if not self._known:
+                raise
         except UnicodeError as exc:
             raise OSError(f"{host!r} is no name of a host: {exc}") from None
+        return self._known
 
 
 def _all(found: Any) -> list[Found]:

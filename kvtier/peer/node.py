@@ -68,7 +68,9 @@ class Node:
         """How many requests may be under way."""
         self.lacks = Lacks()
         self._line: Pipe | None = None
-        """The connection of pings."""
+        """The connection of pings,"""
+        self._doubted = False
+        """which is made anew where something failed on others: that it still answers says nothing of new ones."""
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -93,6 +95,9 @@ class Node:
 
     async def _ping(self) -> None:
         until = asyncio.get_running_loop().time() + self._terms.deadline_s
+        if self._doubted:
+            self._hang_up()
+            self._doubted = False
         if self._line is None:
             self._line = await self._connect(until)
         limit = asyncio.timeout_at(until)
@@ -115,6 +120,7 @@ class Node:
             self.counts["peer_down"] += 1
             _log.warning("peer %s is asked nothing until it answers again: %r", self.name, exc)
         self.up, self.why = False, f"{type(exc).__name__}: {exc}"
+        self._doubted = True
         while self._idle:
             self._idle.pop().close()
 
@@ -214,7 +220,7 @@ class Node:
     async def _connect_to(self, found: Found) -> Pipe:
         """A new connection to one address."""
         certs = self._terms.certs
-        channel = None if certs is None else certs.channel(server=False, name=self.name)
+        channel = None if certs is None else certs.channel(server=False)
         sock = socket.socket(found.family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         pipe = Pipe(sock, channel=channel, pace=self._pace)
         try:

@@ -60,6 +60,8 @@ class Pipe:
     async def knock(self, terms: Terms, peer: str, *, sealed: bool | None = None) -> None:
         """As the asker of that peer: agree on keys. `sealed` None: off loopback, without TLS."""
         await self.stream.shake()
+        if self.stream.channel is not None:
+            expect_name(self.stream.channel, peer)
         self.sealed = not (self.local or self.stream.channel) if sealed is None else sealed
         nonce = random.token_bytes(frames.NONCE_BYTES)
         knock = frames.Knock(frames.VERSION, nonce, self.sealed, terms.name, terms.rate)
@@ -152,17 +154,17 @@ class Pipe:
     async def threaded(
         self, pool: Executor, work: Callable[[bulk.Line], T], nbytes: int, within_s: float, *, begun: bool = False
     ) -> T:
-        """Let a worker thread use the connection, all over so long from now. Raises what `work` raises.
+        """Let a worker thread use the connection, all over so long after it has its turn. Raises what `work` raises.
 
         Raises a Refusal where no thread is free for half of the time that the other end bears without a byte: that is
         nobody's fault but this host's. `begun`: bytes are on their way, so that the connection is of no use then. A
         cancelled caller shuts the connection, so that the thread ends, and waits for that.
         """
-        session, until = self.session, time.monotonic() + within_s
-        patience = min(within_s, 2 * self.patience(nbytes))
+        session, patience = self.session, min(within_s, 2 * self.patience(nbytes))
         assert session is not None
 
         def run() -> T:
+            until = time.monotonic() + within_s
             line = bulk.Line(self.stream, session, until, patience=patience, sealed=self.sealed, pace=self.pace)
             with line:
                 result = work(line)

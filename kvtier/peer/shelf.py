@@ -53,6 +53,9 @@ class Shelf(Protocol):
     peeks: bool
     """Whether `peek` costs no more than `has`: then heads are read when a path is looked for."""
 
+    returns: int
+    """How often a server answered again that had not."""
+
     @property
     def life(self) -> int:
         """Another number whenever a server was away meanwhile: it may have been started again, empty."""

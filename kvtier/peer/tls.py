@@ -6,6 +6,7 @@ the connection.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,8 @@ from typing import Final
 from kvtier.types import Code, KvtierError, bad
 
 CHUNK: Final = 256 << 10
+
+_log = logging.getLogger("kvtier.peer")
 
 
 class Certs:
@@ -22,6 +25,8 @@ class Certs:
         """Raises bad_request for files that cannot be used."""
         self._files = (cert, key, ca)
         self._read: tuple[int, ...] = ()
+        self._why = ""
+        """What is wrong with the files, while those that were read before go on."""
         self._contexts = self._load()
 
     def _load(self) -> dict[bool, ssl.SSLContext]:
@@ -33,6 +38,7 @@ class Certs:
             for server in (False, True):
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
                 context.minimum_version = ssl.TLSVersion.TLSv1_3
+                context.check_hostname = False  # see expect_name: one rule for both ends
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(ca)
                 context.load_cert_chain(cert, key)
@@ -45,27 +51,31 @@ class Certs:
     def _times(self) -> tuple[int, ...]:
         return tuple(path.stat().st_mtime_ns for path in self._files)
 
-    def channel(self, *, server: bool, name: str = "") -> Channel:
-        """For one connection; `name` is the peer's whose certificate is to be shown there."""
+    def channel(self, *, server: bool) -> Channel:
+        """For one connection."""
         try:
             if self._times() != self._read:
                 self._contexts = self._load()
-        except (OSError, KvtierError):  # in the middle of a change: what was read before goes on
-            pass
-        return Channel(self._contexts[server], server=server, name=name)
+                _log.info("certificates were read again")
+            self._why = ""
+        except (OSError, KvtierError) as exc:  # perhaps in the middle of a change
+            if str(exc) != self._why:
+                _log.warning("certificates are not read again, those that were go on: %s", exc)
+            self._why = str(exc)
+        return Channel(self._contexts[server], server=server)
 
 
 class Channel:
     """One end of a TLS connection. Raises ssl.SSLError (an OSError), EOFError."""
 
-    def __init__(self, context: ssl.SSLContext, *, server: bool, name: str) -> None:
+    def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._in, self._out, server_side=server, server_hostname=name or None)
+        self._tls = context.wrap_bio(self._in, self._out, server_side=server)
 
     def names(self) -> set[str]:
-        """DNS names that the other end's certificate is made out to."""
+        """DNS names that the other end's certificate is made out to, in small letters."""
         shown = self._tls.getpeercert() or {}
-        return {str(name[1]) for name in shown.get("subjectAltName", ()) if name[0] == "DNS"}
+        return {str(name[1]).lower() for name in shown.get("subjectAltName", ()) if name[0] == "DNS"}
 
     def shake(self) -> bool:
         """A step of the handshake; whether it is over. What is `pending` is to be sent after each step."""
@@ -108,6 +118,9 @@ class Channel:
 
 
 def expect_name(channel: Channel, name: str) -> None:
-    """Raise forbidden unless the other end's certificate is made out to the name that it goes by."""
-    if name not in channel.names():
+    """Raise forbidden unless the other end's certificate is made out to the name that it goes by, and no pattern of it.
+
+    A pattern would let all that have such a certificate, of whatever service, pass for each host.
+    """
+    if name.lower() not in channel.names():
         raise KvtierError(Code.FORBIDDEN, "the peer's certificate is not made out to its name")

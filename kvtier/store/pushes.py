@@ -105,6 +105,7 @@ class Pushes:
         key = cache, node
         if len(self._queue) + len(self._later) >= MAX_QUEUED and key not in self._queue:
             self._counts["peer_push_dropped_queue"] += 1
+            self.tier.gave_up()
             return
         due = Due(end, tries, end if fresh is None else fresh)
         waits = self._queue.get(key, due)
@@ -181,8 +182,8 @@ class Pushes:
                 self._again(cache, each, 1, tried[each].tries)
 
     async def repair(self, cache: Cache, node: Node, end: int) -> bool:
-        """Give every home what it lacks of a path, from disk too; False where some home did not answer or failed."""
-        return await self._push(cache, node, end, end, disk=True)
+        """Give every home what it lacks of a path; False where some home did not answer or failed."""
+        return await self._push(cache, node, end, end, disk=self.tier.keeps_all)
 
     async def _push(self, cache: Cache, node: Node, end: int, fresh: int, *, disk: bool = False) -> bool:
         """Give every home what it lacks of a path; False where some home did not answer or failed."""

@@ -1,5 +1,7 @@
 """Gives pages to the homes that they have since a host went away, came back or was started again, in the background.
 
+Also to a store that hosts share, once it answers again.
+
 One path at a time, whatever is here of it; a home that has it already wants nothing. Where a home fails, the path is
 given again later. What a home's stand-in got stays there like any page that nobody asks for, until it is evicted.
 """
@@ -16,6 +18,7 @@ from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.pushes import Pushes, path_keys, shared_of
 from kvtier.store.slices import sliced
+from kvtier.types import Tier
 
 LOOK_S: Final = 1.0
 REST_S: Final = 0.01
@@ -67,8 +70,14 @@ class Repairs:
             if shared is None:
                 continue
             async for node in sliced(cache.index.walk(), REST_S):
-                if not node.dead and node.live and (cache.spec.keyed or node.children is None):
+                if not node.dead and node.live and self._ends(cache, node):
                     await self._give(cache, shared, node, move)
+
+    def _ends(self, cache: Cache, node: Node) -> bool:
+        """Whether what is to be given of a path ends there."""
+        if self.tier.keeps_all:
+            return cache.spec.keyed or node.children is None
+        return node.tier_leaf(Tier.HOST)
 
     async def _give(self, cache: Cache, shared: Shared, node: Node, move: Move) -> None:
         """One path or key."""
