@@ -368,14 +368,14 @@ def test_exact_fingerprint_sees_a_single_element():
 REFUSED = {
     "inputs_embeds": torch.zeros(1, 4, 64), "pixel_values": torch.zeros(1, 3, 8, 8), "position_ids": torch.zeros(1, 4),
     "past_key_values": None, "num_beams": 2, "num_return_sequences": 3, "cache_implementation": "quantized",
-    "use_cache": False, "prompt_lookup_num_tokens": 3, "assistant_model": None, "custom_generate": None,
-    "token_healing": True,
+    "use_cache": False, "prompt_lookup_num_tokens": 1, "assistant_model": None, "assistant_early_exit": 1,
+    "use_mtp": True, "custom_generate": None, "token_healing": True,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_inputs_that_tokens_do_not_identify_are_refused_by_name(model: Any, tmp_path: Any, name: str):
-    """Images, embeddings, positions, foreign caches, beams: an error that names them, not a wrong hit."""
+    """Images, embeddings, positions, foreign caches, beams, guesses: an error that names them, not a wrong hit."""
     with Client(tmp_path / "nobody.sock") as client:
         kv = attach(model, client=client, page_tokens=PAGE)
         with pytest.raises(KvtierError, match=name):

@@ -34,7 +34,8 @@ ALLOWED: Final = frozenset(vars(GenerationConfig())) | {
 
 PLAIN: Final = {"num_beams": 1, "num_return_sequences": 1, "token_healing": False}
 """One sequence a row, of the very tokens that were given."""
-UNTOUCHED: Final = ("prompt_lookup_num_tokens", "use_cache")
+ALONE: Final = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Guesses at what comes: their tokens pass through the cache too, and some write into layers of the model's own."""
 CACHES: Final = frozenset({None, "dynamic", "static"})
 PREFILL: Final[dict[str, Any]] = PLAIN | {
     "max_new_tokens": 1, "do_sample": False, "use_cache": True, "cache_implementation": None,
@@ -220,9 +221,11 @@ class Attached:
         for name, value in PLAIN.items():
             if (got := self._option(name, options)) not in (None, value):
                 raise bad(name, str(value), got)
-        for name in UNTOUCHED:
-            if (got := self._option(name, options)) not in (None, True):
-                raise bad(name, "nothing: kvtier brings the cache", got)
+        for name in ALONE:
+            if got := self._option(name, options):
+                raise bad(name, "nothing: what is guessed would be in the KV", got)
+        if (got := self._option("use_cache", options)) not in (None, True):
+            raise bad("use_cache", "nothing: kvtier brings the cache", got)
         if (got := self._option("cache_implementation", options)) not in CACHES:
             raise bad("cache_implementation", "dynamic or static", got)
         return [int(pad) for pad in (mask == 0).sum(dim=1)]
