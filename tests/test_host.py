@@ -316,6 +316,19 @@ def test_slabs_hold_sixteen_of_the_largest_slot():
     tier.close()
 
 
+@pytest.mark.parametrize("share", [1.9, 2.6, 3.4, 5.3, 7.1, 11.5, 15.9, 23.7, 61.3])
+def test_large_pages_leave_little_of_a_host_in_no_slot(share):
+    """Slabs are whole pages, whichever part of host one takes: nearly as many fit as could."""
+    for budget in (24 * MIB + 4 * KIB, 100 * MIB, 717 * MIB, 6 << 30):
+        size = int(budget / share) // (4 * KIB) * 4 * KIB
+        tier = HostTier(budget, hugepages="never", prefault=False)
+        pool = tier.pool("a", Shape((size,), (1,)))
+        slots = len(pool.alloc(0, 100))
+        assert slots >= 0.9 * (budget // size), (budget, size)
+        assert tier.check() == []
+        tier.close()
+
+
 def test_each_node_gets_slabs_by_its_memory(tmp_path):
     """With two CPU nodes a scope has two arenas, filled in proportion to the nodes' memory."""
     for number, kib in ((0, 100), (1, 300)):

@@ -125,5 +125,5 @@ class Arena:
 
 
 def grain(size: int) -> int:
-    """What a range of `size` bytes is aligned to: huge pages from 2 MiB on, else pages."""
-    return HUGE_BYTES if size >= HUGE_BYTES else PAGE_ALIGN
+    """What a range of `size` bytes is aligned to: huge pages where it is whole ones, else pages."""
+    return PAGE_ALIGN if size % HUGE_BYTES else HUGE_BYTES

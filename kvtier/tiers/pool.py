@@ -13,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.identity import Shape
+from kvtier.tiers.arena import HUGE_BYTES
 from kvtier.tiers.slab import ARENA_SHIFT, OFFSET_MASK, Addresses, Slab, SlotState
 from kvtier.tiers.space import HostSpace, Plot
-from kvtier.types import NO_COPY
+from kvtier.types import NO_COPY, align_up
 
 LISTED: Final = 1 << 62
 """Set in the handle of an item of several slots: its list is kept beside."""
+LEFT_OVER: Final = 64
+"""One part in so many of a slab may be in no slot, so that it is whole huge pages."""
 
 
 class _Group:
@@ -85,6 +88,13 @@ class _Group:
         return found
 
 
+def slab_of(most: int, slot_bytes: int, *, huge: bool) -> int:
+    """Bytes of a slab of slots that fills about `most`: whole huge pages, unless much would be left over in them."""
+    slots = max(1, most // slot_bytes) * slot_bytes
+    whole = align_up(slots, HUGE_BYTES)
+    return whole if huge or whole - slots <= slots // LEFT_OVER else slots
+
+
 class Span(NamedTuple):
     """Bytes at a raw address, which a device's copies take."""
 
@@ -106,6 +116,9 @@ class Placed(Protocol):
 
 class Budget(Protocol):
     """Where a pool's slabs come from."""
+
+    huge: bool
+    """Whether ranges are whole huge pages."""
 
     def arenas(self, scope: str) -> Sequence[Placed]:
         """The scope's arenas."""
@@ -304,7 +317,7 @@ class SlotPool:
     def _grow(self, one: _Group) -> Slab | None:
         """A new slab, smaller at the end of the budget; None where nothing worth having is left."""
         least = max(one.slot_bytes, self.slab_bytes // 8) if one.slabs else one.slot_bytes
-        plot = self._space.take(self.scope, max(self.slab_bytes, one.slot_bytes), least)
+        plot = self._space.take(self.scope, slab_of(self.slab_bytes, one.slot_bytes, huge=self._space.huge), least)
         if plot is None:
             return None
         if not self._bases:

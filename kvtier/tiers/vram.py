@@ -73,7 +73,7 @@ class VramSpace:
         free = self._land.free
         for unit in dict.fromkeys((grain(want), PAGE_ALIGN)):
             size = min(want, free.largest(unit)) // unit * unit
-            if size >= max(least, unit) and (lo := free.fit(size, unit)) is not None:
+            if size >= max(least, unit if unit == PAGE_ALIGN else want) and (lo := free.fit(size, unit)) is not None:
                 free.discard(lo, lo + size)
                 self.used += size
                 return Plot(self._land, lo, lo + size)
