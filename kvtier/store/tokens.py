@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import wire
-from kvtier.index import Found, Node
+from kvtier.index import Found, Hold, Node
 from kvtier.store import misses, reserving
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Instance, Lease, Path, Process
@@ -208,8 +208,8 @@ class Tokens(Reserving):
         node = index.ending_at(node, end)
         node.time = max(node.time, self.parts.now())
         lease = Lease(cache, [node], end, cost - there, tiers=tiers, device_cost=there)
-        lease.low = Tier.DEVICE not in tiers
-        index.lease(node, low=lease.low)
+        lease.hold = Hold.READ if self.parts.vram is None or Tier.DEVICE in tiers else Hold.LOW
+        index.lease(node, lease.hold)
         return lease
 
     @staticmethod
@@ -229,7 +229,7 @@ class Tokens(Reserving):
         instance.hold(Tier.HOST, -lease.cost)
         instance.hold(Tier.DEVICE, -lease.device_cost)
         for node in lease.nodes:
-            self.parts.unlease(lease.cache, node, low=lease.low)
+            self.parts.unlease(lease.cache, node, lease.hold)
 
     async def _load(self, instance: Instance, path: Path, pages: int, deadline: float, tiers: Tiers) -> Acquired:
         """Bring the missing pages; a lost copy or the deadline leaves the longest prefix that can be read in place."""
