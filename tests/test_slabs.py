@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engines import Engine, idle, spec, tokens
+from kvtier import wire
 from kvtier.identity import GroupSpec
 from kvtier.index import Order
 from kvtier.store import slabs, space
@@ -111,6 +112,36 @@ async def test_a_pool_of_which_all_is_held_grows_beyond_the_richest(tmp_path: Pa
         assert (first.pages, second.pages) == (40, 40)
         for engine in (*engines, one, two):
             engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
+@pytest.mark.parametrize("others", ["cached", "gone"])
+async def test_pins_that_lie_all_over_host_leave_the_rest_of_it_to_others(tmp_path: Path, others: str) -> None:
+    """An eighth of host is pinned, some pages of each slab: another shape gets all but that, and the pins stay."""
+    async with storing(tmp_path, host=4 * MIB, cap=1.0) as store:
+        engine, other = Engine(store, "one", pid=1), Engine(store, "other", pid=2)
+        await engine.open(SMALL)
+        await other.open(LARGE)
+        for page in range(8):
+            for n in range(32):  # each slab has a page of every prompt
+                assert await engine.put(prompt(n, page + 1), page) == 1
+        await quiet(store)
+        small = engine.opened.cache_id.hex()
+        for n in range(32):
+            if n % 8 == 3:
+                await store.admin[wire.Pin](wire.Pin(wire.Prompt(small, prompt(n))))
+            elif others == "gone":
+                await store.admin[wire.Evict](wire.Evict(wire.Prompt(small, prompt(n))))
+        got = await other.reserve(prompt(500, 112), wait_ms=5000)
+        assert (got.pages, got.refused) == (112, "")
+        assert store.parts.check() == []
+        for n in range(3, 32, 8):
+            assert (await engine.match(prompt(n))).segments == (wire.Segment(Tier.HOST, 8),)
+            assert await engine.get(prompt(n)) == 8
+        store.admin[wire.Unpin](wire.Unpin())
+        for each in (engine, other):
+            each.leave()
         await quiet(store)
         assert idle(store) == []
 

@@ -46,6 +46,28 @@ async def test_a_window_that_no_arithmetic_takes_is_refused_by_name() -> None:
 # -- the cap -----------------------------------------------------------------------------------------------------------
 
 
+async def test_no_more_is_granted_than_one_reply_can_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger reply would be refused, and its lease or reservation be held by nobody: the leading pages come."""
+    monkeypatch.setattr("kvtier.store.reserving.MOST_TOLD", 400)
+    async with storing(None, host=4 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec((FULL, WINDOW)))
+        keys = tokens(*range(60))
+        reserved = await engine.reserve(keys)
+        assert (reserved.pages, reserved.refused) == (25, Code.OVER_CAP)
+        assert sum(len(items.offsets) for items in reserved.items) <= 400
+        engine.write(keys, reserved)
+        await engine.call(wire.Commit(reserved.reservation, 0, 25))
+        lease = await engine.call(wire.Acquire((await engine.match(keys)).handle))
+        assert 0 < lease.pages < 25
+        assert sum(len(items.offsets) + len(items.sums) for items in lease.items) <= 400
+        for items in lease.items:
+            engine.verify(keys, items)
+        await engine.call(wire.Release(lease.lease))
+        engine.leave()
+        assert idle(store) == []
+
+
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, WINDOW, STATE)], ids=["full", "window", "state"])
 async def test_a_match_larger_than_the_cap_is_leased_as_far_as_the_cap_allows(groups: tuple[GroupSpec, ...]) -> None:
     """The engine gets a prefix that it can resume from, byte for byte right, and never more than its cap."""

@@ -3,8 +3,8 @@
 from kvtier.index.base import Cut, Index
 from kvtier.index.copies import Dropped
 from kvtier.index.keyed import KeyedIndex
-from kvtier.index.node import Node
+from kvtier.index.node import Hold, Node
 from kvtier.index.order import ANY, Order
 from kvtier.index.radix import Found, RadixIndex
 
-__all__ = ["ANY", "Cut", "Dropped", "Found", "Index", "KeyedIndex", "Node", "Order", "RadixIndex"]
+__all__ = ["ANY", "Cut", "Dropped", "Found", "Hold", "Index", "KeyedIndex", "Node", "Order", "RadixIndex"]

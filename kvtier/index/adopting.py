@@ -74,7 +74,7 @@ class Adopting(Index):
         assert parent is not None
         assert parent.children is not None
         upper = folded(parent, stored[:runs], at, self.groups)
-        upper.time, upper.refs, upper.low = node.time, node.refs, node.low
+        upper.time, upper.refs, upper.low, upper.pins = node.time, node.refs, node.low, node.pins
         upper.children = {stored[runs].first_key(self.stride): node}
         upper.count[Tier.DISK], upper.below[Tier.DISK] = at * self.groups, 1
         self._attach(parent, stored[0].first_key(self.stride), upper)

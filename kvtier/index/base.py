@@ -12,7 +12,7 @@ from kvtier.identity import CHAIN_BYTES, CacheSpec, chain_keys
 from kvtier.index.check import checking
 from kvtier.index.copies import Copies, Dropped, Watch
 from kvtier.index.names import FEW, MASK, Ends, added, total
-from kvtier.index.node import LOCAL, TIERS, Node, blank, held_to
+from kvtier.index.node import LOCAL, TIERS, Hold, Node, blank, held_to
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY, Tier
 
@@ -43,21 +43,25 @@ class Index(Copies):
 
     # -- leases ----------------------------------------------------------------------------------------------
 
-    def lease(self, node: Node, *, low: bool = False) -> None:
-        """Hold the path from the root to the end of `node`; `low`: but not what a device has of it."""
+    def lease(self, node: Node, hold: Hold = Hold.READ) -> None:
+        """Hold the path from the root to the end of `node`."""
         up: Node | None = node
         while up is not None:
             up.refs += 1
-            up.low += low
+            if hold:
+                up.low += 1
+                up.pins += hold == Hold.PIN
             up = up.parent
 
-    def unlease(self, node: Node, *, low: bool = False) -> list[Dropped]:
+    def unlease(self, node: Node, hold: Hold = Hold.READ) -> list[Dropped]:
         """Let the path go, as it was held; returns copies of pages that were cut meanwhile and are free now."""
         out: list[Dropped] = []
         up: Node | None = node
         while up is not None:
             up.refs -= 1
-            up.low -= low
+            if hold:
+                up.low -= 1
+                up.pins -= hold == Hold.PIN
             assert up.refs >= 0, "released more often than leased"
             if up.refs == 0:
                 if up.dead:

@@ -71,8 +71,8 @@ def _check_place(index: Index, node: Node) -> list[str]:
         wrong.append(f"{where}: published after unpublished pages of its parent")
     if sum(c.refs for c in (node.children or {}).values()) > node.refs:
         wrong.append(f"{where}: {node.refs} leases, fewer than its children")
-    if not sum(c.low for c in (node.children or {}).values()) <= node.low <= node.refs:
-        wrong.append(f"{where}: {node.low} of {node.refs} leases are of host")
+    if not 0 <= node.pins <= node.low <= node.refs:
+        wrong.append(f"{where}: {node.refs} leases, {node.low} of them not of a device, {node.pins} pins")
     return wrong
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,17 @@ LOCAL = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 """Tiers whose copies count for what is cached here; a peer's copy is a hint."""
 
 
+class Hold(enum.IntEnum):
+    """What whoever holds a path does with it, and so what may become of its copies."""
+
+    READ = 0
+    """Reads it in any tier: nothing of it goes or moves."""
+    LOW = 1
+    """Reads it in host: what a device has of it may go."""
+    PIN = 2
+    """Reads none of it: it stays in host, and may be moved there, too."""
+
+
 class Node:
     """`pages` consecutive pages. Only Index changes a node.
 
@@ -25,7 +37,7 @@ class Node:
 
     __slots__ = (
         "at", "below", "chain", "children", "count", "dead", "depth", "edge", "heat", "keep", "live", "low", "name",
-        "notes", "over", "pages", "parent", "queued", "refs", "squeezed", "stored", "sums", "time",
+        "notes", "over", "pages", "parent", "pins", "queued", "refs", "squeezed", "stored", "sums", "time",
     )  # fmt: skip
 
     stored: Any
@@ -43,7 +55,9 @@ class Node:
         self.refs = 0
         """Leases that pass through this node."""
         self.low = 0
-        """Those among them whose holders read host, so that the device's copies may go."""
+        """Those among them that are no Hold.READ."""
+        self.pins = 0
+        """Those among them that are Hold.PIN."""
         self.time = time
         self.dead = False
         """Cut from the index; its copies go when the last lease does."""
@@ -78,6 +92,10 @@ class Node:
     def holds(self, tier: int) -> int:
         """Leases that keep its copies in a tier where they are."""
         return self.refs - self.low if tier == Tier.DEVICE else self.refs
+
+    def readers(self, tier: int) -> int:
+        """Leases whose holders may read its copies in a tier where they lie."""
+        return self.refs - (self.low if tier == Tier.DEVICE else self.pins)
 
     def tier_leaf(self, tier: int) -> bool:
         """Whether copies are here and none below, in this tier."""

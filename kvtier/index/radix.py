@@ -162,7 +162,7 @@ class RadixIndex(Adopting):
         cut = at * self.stride
         upper = Node(parent, node.edge[:cut], node.depth, at, self.groups, node.time)
         upper.live = min(node.live, at)
-        upper.refs, upper.low = node.refs, node.low
+        upper.refs, upper.low, upper.pins = node.refs, node.low, node.pins
         upper.keep = node.keep
         for slot, held in enumerate(node.at):
             if held is not None:
@@ -253,7 +253,8 @@ class RadixIndex(Adopting):
     def _joinable(up: Node, node: Node) -> bool:
         """Whether a node with one child only differs in nothing from it that matters."""
         assert up.children is not None
-        alike = (up.refs, up.low, up.keep) == (node.refs, node.low, node.keep) and not up.over
+        held = (up.refs, up.low, up.pins) == (node.refs, node.low, node.pins)
+        alike = held and up.keep == node.keep and not up.over
         return len(up.children) == 1 and up.live == up.pages and up.time <= node.time and alike
 
     def _recount(self, upper: Node, lower: Node) -> None:

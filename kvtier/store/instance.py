@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvtier.identity import CacheSpec, Slice
-from kvtier.index import Node
+from kvtier.index import Hold, Node
 from kvtier.store.polls import Polls
 from kvtier.types import Code, KvtierError, Tier, bad
 from kvtier.wire import Message, Open
@@ -51,7 +51,7 @@ class Path:
 class Lease:
     """A hold on a path (token caches: one node) or on several keyed nodes."""
 
-    __slots__ = ("cache", "cost", "device_cost", "group", "low", "nodes", "pages", "tiers")
+    __slots__ = ("cache", "cost", "device_cost", "group", "hold", "nodes", "pages", "tiers")
 
     def __init__(
         self,
@@ -71,8 +71,7 @@ class Lease:
         self.device_cost = device_cost
         self.group = group
         self.tiers = tiers
-        self.low = False
-        """Whether the device's copies of it may go."""
+        self.hold = Hold.READ
 
 
 class Rank(NamedTuple):

@@ -197,7 +197,7 @@ class Keys:
         instance.hold(Tier.HOST, -lease.cost)
         instance.hold(Tier.DEVICE, -lease.device_cost)
         for node in lease.nodes:
-            self.parts.unlease(lease.cache, node, low=lease.low)
+            self.parts.unlease(lease.cache, node, lease.hold)
 
     def missing(self, cache: Cache, nodes: list[Node | None], group: int) -> list[Missing]:
         """Held keys that are on disk and not in host."""

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
-from kvtier.index import Node, Order
+from kvtier.index import Hold, Node, Order
 from kvtier.mover import Mover
 from kvtier.store.cache import Cache
 from kvtier.store.copying import Copying
@@ -147,9 +147,9 @@ class Parts:
         """Hold paths for a job of the daemon's own."""
         return self.space.leased(cache, *nodes)
 
-    def unlease(self, cache: Cache, node: Node, *, low: bool = False) -> None:
+    def unlease(self, cache: Cache, node: Node, hold: Hold = Hold.READ) -> None:
         """Let a path go that an engine held, freeing what was doomed on it."""
-        self.space.unlease(cache, node, low=low)
+        self.space.unlease(cache, node, hold)
         self.patience.stir()
 
     def admit(self, res: Reservation) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any, Final, NamedTuple
 
 from kvtier import wire
+from kvtier.index import Hold
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import Held, held, resolve
@@ -86,7 +87,7 @@ class Pins:
         if pin is not None:
             pin.timer.cancel()
             for node in pin.what.nodes:
-                self.parts.unlease(pin.what.cache, node, low=True)
+                self.parts.unlease(pin.what.cache, node, Hold.PIN)
 
     def unpin(self, msg: wire.Unpin) -> wire.Info:
         """End a pin, or all of them (0). Raises unknown."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvtier import wire
 from kvtier.identity import CHAIN_BYTES, EXTRA_BYTES, TOKEN_BYTES, CacheSpec
-from kvtier.index import Node
+from kvtier.index import Hold, Node
 from kvtier.index.node import LOCAL
 from kvtier.index.radix import Found
 from kvtier.store.cache import Cache
@@ -60,9 +60,9 @@ class Held(NamedTuple):
         return each * len(self.nodes)
 
     def lease(self) -> None:
-        """Hold all of it, in host."""
+        """Pin all of it."""
         for node in self.nodes:
-            self.cache.index.lease(node, low=True)
+            self.cache.index.lease(node, Hold.PIN)
 
     def missing(self, loads: Loads) -> list[Missing]:
         """Items that are on disk and not in host."""

@@ -18,11 +18,14 @@ from kvtier.store.parts import Parts
 from kvtier.store.reserve import SETTLED, Reservation
 from kvtier.store.space import Space
 from kvtier.types import NO_COPY, Code, Kind, Tier, bad
-from kvtier.wire import Items, Reserve, Reserved, Want
+from kvtier.wire import MAX_BODY, Items, Reserve, Reserved, Want
 
 Mask = NDArray[np.bool_]
 MOST_RUNNING = 1 << 16
 """Pages without keys of one request: a number is asked for at no cost, and each is looked at."""
+
+MOST_TOLD = MAX_BODY - (1 << 16)
+"""Bytes of a reply that say where items are: a larger one would be refused once its slots were granted."""
 
 
 class Ask(NamedTuple):
@@ -114,9 +117,10 @@ class Reserving:
 
     @staticmethod
     def _fits(ask: Ask, lack: list[Mask]) -> int:
-        """How many leading pages are within the instance's cap."""
+        """How many leading pages are within the instance's cap, and are told of in one reply."""
         cost = sum(m.astype(np.int64) * ask.path.cache.slot_cost(g) for g, m in enumerate(lack))
-        return int(np.searchsorted(np.cumsum(cost), ask.process.instance.room(ask.space.tier), side="right"))
+        within = int(np.searchsorted(np.cumsum(cost), ask.process.instance.room(ask.space.tier), side="right"))
+        return min(within, MOST_TOLD // (8 * sum(ask.path.cache.shape.slots_per_item)))
 
     @staticmethod
     def _lacking(cache: Cache, keys: bytes, start: int, wanted: list[Mask]) -> list[Mask]:

@@ -73,11 +73,24 @@ class Slabs:
         return pool.total_bytes < self._space.memory.budget_bytes // max(1, owners)
 
     async def give(self, pool: SlotPool, missing: list[int], deadline: float) -> bool:
-        """Let a pool of which nothing can go grow at the cost of those of which something can, the coldest first."""
+        """Let a pool of which nothing can go grow at the cost of those of which something can, the coldest first.
+
+        Before them of those whose free slots are a slab's, here and there between what is held.
+        """
         turns = {other: self._turn(other) for other in self._others(pool)}
-        able = [other for other, (_, used) in turns.items() if not math.isinf(used)]
-        able.sort(key=lambda other: turns[other])
-        return await self._steal(able, deadline) or await self._regroup(pool, missing)
+        able = sorted((other for other in turns if not math.isinf(turns[other][1])), key=turns.__getitem__)
+        loose = [other for other in turns if self._loose(other)]
+        return await self._steal(dict.fromkeys(loose + able), deadline) or await self._regroup(pool, missing)
+
+    @staticmethod
+    def _loose(pool: SlotPool) -> bool:
+        """Whether a pool could do with a slab less."""
+        return any(pool.capacity(s.group) - pool.used(s.group) >= s.slots for s in pool.slabs if not s.closed)
+
+    @staticmethod
+    def _elsewhere(pool: SlotPool, slab: Slab) -> int:
+        """Free slots of its group in other slabs."""
+        return pool.capacity(slab.group) - pool.used(slab.group) - slab.free
 
     def _turn(self, pool: SlotPool) -> tuple[bool, float]:
         """Whether what a pool would evict next is to be kept, and when it was used; infinity where nothing can go."""
@@ -147,12 +160,12 @@ class Slabs:
         return False
 
     async def empty(self, donor: SlotPool, slab: Slab) -> bool:
-        """Evict as many cold pages as the slab holds, then relocate what is left in it."""
+        """Evict as many cold pages as it takes for what is in the slab to fit elsewhere, and relocate that."""
         if slab.closed:  # by somebody else who needs room, while this one emptied another
             return False
         donor.close_slab(slab)
         needs = [0] * len(donor.shape.slot_bytes)
-        left = slab.used
+        left = slab.used - self._elsewhere(donor, slab)
         try:
             while left > 0:
                 before = donor.used(slab.group)
@@ -161,8 +174,7 @@ class Slabs:
                     break
                 left -= before - donor.used(slab.group)
                 await asyncio.sleep(0)
-            elsewhere = donor.capacity(slab.group) - donor.used(slab.group) - slab.free
-            if slab.used > elsewhere:  # what it holds could not go yet, or is held itself
+            if slab.used > self._elsewhere(donor, slab):  # what it holds could not go yet, or is held itself
                 return False
             for cache in [c for c in self._space.caches.values() if c.pools.get(self._space.tier) is donor]:
                 async for node in sliced(cache.index.walk()):
@@ -173,8 +185,8 @@ class Slabs:
         return not slab.used
 
     async def _relocate(self, cache: Cache, node: Node, slab: Slab) -> None:
-        """Move a node's items out of the slab, unless somebody holds it."""
-        if node.dead or node.holds(self._space.tier):
+        """Move a node's items out of the slab, unless somebody may read it there."""
+        if node.dead or node.readers(self._space.tier):
             return
         index, tier, group, pool = cache.index, self._space.tier, slab.group, cache.pools[self._space.tier]
         inside = self._inside(cache, node, slab)
@@ -199,7 +211,7 @@ class Slabs:
             free = []
             for depth, _, new in plan:
                 where, at = index.locate(node, depth)
-                moved = copied and where.holds(tier) == 1 and not where.dead
+                moved = copied and where.readers(tier) == 1 and not where.dead
                 free.append(index.move(where, at, tier, group, new) if moved else new)
                 self._space.counts["pages_relocated"] += moved
             if good == SlotState.CACHED:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kvtier.index import ANY, Index, Node, Order
+from kvtier.index import ANY, Hold, Index, Node, Order
 from kvtier.index.node import LOCAL
 from kvtier.store.allowance import Allowance, cost_of
 from kvtier.store.cache import Cache
@@ -271,9 +271,9 @@ class Space:
             for node in nodes:
                 self.unlease(cache, node)
 
-    def unlease(self, cache: Cache, node: Node, *, low: bool = False) -> None:
+    def unlease(self, cache: Cache, node: Node, hold: Hold = Hold.READ) -> None:
         """Let a path go, freeing what was doomed on it."""
-        cache.release(cache.index.unlease(node, low=low), self.persist.disk)
+        cache.release(cache.index.unlease(node, hold), self.persist.disk)
 
 
 def _needs(cache: Cache, groups: Sequence[int]) -> list[int]:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier import wire
-from kvtier.index import Found, Node
-from kvtier.store import misses
+from kvtier.index import Found, Hold, Node
+from kvtier.store import misses, reserving
 from kvtier.store.cache import Cache
 from kvtier.store.instance import Instance, Lease, Path, Process
 from kvtier.store.loads import Brought
@@ -196,8 +196,10 @@ class Tokens(Reserving):
         there = self._there(cache, node, end) if len(tiers) > 1 else 0
         if there > instance.room(Tier.DEVICE):
             tiers, there = (Tier.HOST,), 0
-        if cost - there > instance.room():
+        if cost - there > instance.room() or _told(cache, end) > reserving.MOST_TOLD:
             below, fits = index.resumable(node, _fitting(cache, end, instance.room()), LOCAL)
+            if not fits and cost - there <= instance.room():
+                return None
             if fits:  # else charge says that not even a part is within the cap
                 node, end, cost = below, fits, _cost(cache, fits)
                 there = self._there(cache, node, end) if there else 0
@@ -206,8 +208,8 @@ class Tokens(Reserving):
         node = index.ending_at(node, end)
         node.time = max(node.time, self.parts.now())
         lease = Lease(cache, [node], end, cost - there, tiers=tiers, device_cost=there)
-        lease.low = Tier.DEVICE not in tiers
-        index.lease(node, low=lease.low)
+        lease.hold = Hold.READ if self.parts.vram is None or Tier.DEVICE in tiers else Hold.LOW
+        index.lease(node, lease.hold)
         return lease
 
     @staticmethod
@@ -227,7 +229,7 @@ class Tokens(Reserving):
         instance.hold(Tier.HOST, -lease.cost)
         instance.hold(Tier.DEVICE, -lease.device_cost)
         for node in lease.nodes:
-            self.parts.unlease(lease.cache, node, low=lease.low)
+            self.parts.unlease(lease.cache, node, lease.hold)
 
     async def _load(self, instance: Instance, path: Path, pages: int, deadline: float, tiers: Tiers) -> Acquired:
         """Bring the missing pages; a lost copy or the deadline leaves the longest prefix that can be read in place."""
@@ -298,6 +300,12 @@ def _cost(cache: Cache, pages: int) -> int:
     return sum(count * cache.slot_cost(g) for g, _, count in cache.radix.needed(pages))
 
 
+def _told(cache: Cache, pages: int) -> int:
+    """Bytes of a reply that says where these are, and their checksums."""
+    return sum(count * 8 * (1 + cache.shape.slots_per_item[g]) for g, _, count in cache.radix.needed(pages))
+
+
 def _fitting(cache: Cache, pages: int, room: int) -> int:
-    """The most pages, up to `pages`, that cost no more than `room`."""
-    return bisect.bisect_right(range(1, pages + 1), room, key=lambda n: _cost(cache, n))
+    """The most pages, up to `pages`, that cost no more than `room`, and that one reply tells of."""
+    most = bisect.bisect_right(range(1, pages + 1), room, key=lambda n: _cost(cache, n))
+    return bisect.bisect_right(range(1, most + 1), reserving.MOST_TOLD, key=lambda n: _told(cache, n))
