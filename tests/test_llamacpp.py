@@ -125,7 +125,7 @@ def test_spoilt_pages_alone_are_computed(daemon: Daemon, model: Path, tmp_path: 
 
 
 def test_a_load_that_is_interrupted_leaves_nothing_behind(daemon: Daemon, model: Path, tmp_path: Path):
-    """Ctrl-C while llama.cpp takes a state: the context goes on with neither prompt's tokens under the other's names."""
+    """Ctrl-C while llama.cpp takes a state: the context goes on with no prompt's tokens beside another's KV."""
     first, second = prompt(600), prompt(600, 5)
     with Engine(tmp_path / "log", model, None) as plain:
         want = plain.tell("evaluate", prompt=second + prompt(100), cut=WHOLE)
