@@ -124,6 +124,21 @@ def test_spoilt_pages_alone_are_computed(daemon: Daemon, model: Path, tmp_path: 
     assert (got["hit"], got["tokens"]) == (0, want)
 
 
+def test_a_load_that_is_interrupted_leaves_nothing_behind(daemon: Daemon, model: Path, tmp_path: Path):
+    """Ctrl-C while llama.cpp takes a state: the context goes on with no prompt's tokens beside another's KV."""
+    first, second = prompt(600), prompt(600, 5)
+    with Engine(tmp_path / "log", model, None) as plain:
+        want = plain.tell("evaluate", prompt=second + prompt(100), cut=WHOLE)
+    with Engine(tmp_path / "log", model, daemon.socket) as cold:
+        cold.tell("generate", prompt=first)
+        cold.tell("generate", prompt=second)
+        cold.tell("interrupt", prompt=first)
+        got = cold.tell("generate", prompt=second + prompt(100))
+        assert got["tokens"] == want["tokens"]
+    with Engine(tmp_path / "log", model, daemon.socket) as fresh:
+        assert fresh.tell("generate", prompt=second + prompt(100))["tokens"] == want["tokens"]
+
+
 def test_kv_of_other_weights_or_settings_is_never_loaded(daemon: Daemon, model: Path, tmp_path: Path):
     """One flipped weight, KV types, flash attention, ropes, LoRA adapters under one name, salts: nothing is found."""
     ask = prompt(600)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,9 +15,19 @@ from typing import Any
 NAMES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0.0"},
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
-        name: type(name, (), {})
-        for name in ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
-    },
+        name: type(name, (), {"__init__": lambda *_: None} if name == "KVConnectorBase_V1" else {})
+        for name in (
+            "KVConnectorHandshakeMetadata",
+            "KVConnectorMetadata",
+            "KVConnectorWorkerMetadata",
+            "KVConnectorBase_V1",
+            "KVConnectorTransferResults",
+            "SupportsHMA",
+        )
+    }
+    | {"KVConnectorRole": Enum("KVConnectorRole", "SCHEDULER WORKER")},
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {"KVConnectorStats": object},
+    "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": Enum("CacheHitSource", "DEVICE HOST P2P DISK")},
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler": {},
     "vllm.lora.worker_manager": {},
     "vllm.model_executor.model_loader": {"get_model_cls": lambda config: config.model_class},
@@ -130,7 +141,7 @@ def config(folder: Path, **more: Any) -> SimpleNamespace:
     """What a vLLM engine is configured with, as far as the adapters look at it."""
     return SimpleNamespace(
         model_config=model(folder), load_config=SimpleNamespace(load_format="auto"), kv_transfer_config=None,
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0, world_size=1),
         cache_config=SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         compilation_config=SimpleNamespace(static_forward_context={}), **more,
     )  # fmt: skip

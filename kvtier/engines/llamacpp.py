@@ -119,7 +119,11 @@ class Attached:
             _log.exception("loading a prefix")
             return 0
         loaded = len(pages) * size
-        if loaded <= there or not self._put(self._form.build(pages, size)):
+        if loaded <= there:
+            return 0
+        state = self._form.build(pages, size)
+        llm.n_tokens = 0  # Ctrl-C, which comes when llama.cpp returns, must not leave one's tokens beside another's KV
+        if not self._put(state):
             return 0
         llm.input_ids[:loaded] = tokens[:loaded]
         llm.n_tokens, llm._requires_eval = loaded, True  # noqa: SLF001 - as Llama.load_state does

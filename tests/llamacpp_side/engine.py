@@ -47,6 +47,25 @@ class Engine:
         self.llm.eval(prompt[:cut])
         return self.generate(prompt, tokens)
 
+    def interrupt(self, prompt: list[int]) -> dict[str, Any]:
+        """Ask for a continuation and press Ctrl-C while llama.cpp takes the state that was found."""
+        import llama_cpp
+
+        take = llama_cpp.llama_state_seq_set_data
+
+        def interrupted(*args: Any) -> int:
+            take(*args)
+            raise KeyboardInterrupt
+
+        llama_cpp.llama_state_seq_set_data = interrupted
+        try:
+            self.generate(prompt)
+        except KeyboardInterrupt:
+            return {}
+        finally:
+            llama_cpp.llama_state_seq_set_data = take
+        raise AssertionError("nothing was loaded")
+
     def forget(self) -> dict[str, Any]:
         """Empty the context."""
         self.llm.reset()

@@ -49,7 +49,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         extra = transfer.kv_connector_extra_config or {}
         client = Client(
             extra.get("socket"),
-            instance=f"vllm-{transfer.engine_id}"[:128],
+            instance=f"vllm-{vllm_config.instance_id}-{transfer.engine_id}"[:128],  # one configuration may start many
             scope=extra.get("scope", ""),
             verify=extra.get("verify", "always"),
         )
