@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from kvtier.linux import call
 
 NODES: Final = Path("/sys/devices/system/node")
 DEVICES: Final = Path("/sys/bus/pci/devices")
 MOST_NODES: Final = 1024
 
 _MPOL_BIND: Final = 2
-_CALLS: Final = {"x86_64": (237, 238, 239), "aarch64": (235, 237, 236)}
-"""Numbers of mbind, set_mempolicy and get_mempolicy."""
-
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls let go of the GIL
-_libc.syscall.restype = ctypes.c_long
 _Mask = ctypes.c_ulong * (MOST_NODES // 64)
 
 
@@ -56,7 +52,7 @@ def node_of(pci: str, devices: Path = DEVICES, nodes: Path = NODES) -> int | Non
 def bind(address: int, size: int, node: int) -> bool:
     """Whether the kernel took a node for all pages to come of a range."""
     where, length = ctypes.c_void_p(address), ctypes.c_ulong(size)
-    return _call(0, where, length, _MPOL_BIND, _mask(node), MOST_NODES + 1, 0)
+    return call("mbind", where, length, _MPOL_BIND, _mask(node), MOST_NODES + 1, 0)
 
 
 @contextlib.contextmanager
@@ -65,14 +61,14 @@ def memory_on(node: int | None) -> Iterator[None]:
     mode, mask = ctypes.c_int(), _Mask()
     bound = (
         node is not None
-        and _call(2, ctypes.byref(mode), mask, MOST_NODES, None, 0)
-        and _call(1, _MPOL_BIND, _mask(node), MOST_NODES + 1)
+        and call("get_mempolicy", ctypes.byref(mode), mask, MOST_NODES, None, 0)
+        and call("set_mempolicy", _MPOL_BIND, _mask(node), MOST_NODES + 1)
     )
     try:
         yield
     finally:
         if bound:
-            _call(1, mode.value, mask if any(mask) else None, MOST_NODES + 1)
+            call("set_mempolicy", mode.value, mask if any(mask) else None, MOST_NODES + 1)
 
 
 def _nodes(nodes: Path) -> list[Node]:
@@ -89,10 +85,3 @@ def _mask(node: int) -> ctypes.Array[ctypes.c_ulong]:
     mask = _Mask()
     mask[node // 64] = 1 << node % 64
     return mask
-
-
-def _call(which: int, *args: object) -> bool:
-    """Whether a call of the kernel's succeeded; containers may forbid it, and other machines number it differently."""
-    numbers = _CALLS.get(platform.machine())
-    words = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
-    return numbers is not None and not _libc.syscall(ctypes.c_long(numbers[which]), *words)

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from typing import Final
+
+from kvtier.linux import call
 
 TURN_NS: Final = 100_000
 """The shortest that there is."""
-
-_CALLS: Final = {"x86_64": (314, 315), "aarch64": (274, 275)}
-"""Numbers of sched_setattr and sched_getattr."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
 
 
 class _Attributes(ctypes.Structure):
@@ -46,14 +41,11 @@ def short_turns() -> bool:
     if attributes is None or attributes.policy != os.SCHED_OTHER:
         return False
     attributes.runtime = TURN_NS
-    _libc.syscall(_CALLS[platform.machine()][0], 0, ctypes.byref(attributes), 0)
+    call("sched_setattr", 0, ctypes.byref(attributes), 0)
     return turn_ns() == TURN_NS
 
 
 def _read(thread: int) -> _Attributes | None:
     attributes = _Attributes()
-    numbers = _CALLS.get(platform.machine())
-    size = ctypes.sizeof(attributes)
-    if numbers is None or _libc.syscall(numbers[1], thread, ctypes.byref(attributes), size, 0):
-        return None
-    return attributes
+    read = call("sched_getattr", thread, ctypes.byref(attributes), ctypes.sizeof(attributes), 0)
+    return attributes if read else None

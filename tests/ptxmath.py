@@ -93,8 +93,13 @@ def _shift(code: Any, a: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 
 def _fma(code: Any, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    assert a.dtype.kind != "f", f"a contracted multiplication: {code.text}"
-    return _multiply(code, a, b) + c
+    """Of floats only such whose product is exact: a contracted product and sum rounds otherwise than both do."""
+    if a.dtype.kind != "f":
+        return _multiply(code, a, b) + c
+    product = a.astype(np.float64) * b
+    less = np.ldexp(product, -8)
+    assert np.array_equal(less, less.astype(np.float32), equal_nan=True), f"a contracted multiplication: {code.text}"
+    return (product + c).astype(np.float32)
 
 
 ARITHMETIC: dict[str, Callable[..., Any]] = {

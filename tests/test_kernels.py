@@ -279,7 +279,7 @@ ODD = Shape("LBNHC", 1, 2, 1, 32, (64, 64), 2), 32
 def put_odd_values(data: np.ndarray, element: str) -> None:
     """NaN, infinities, subnormals, -0, equal values and the largest ones."""
     words = data.view(np.uint16).reshape(2, 32, 128)
-    nan, inf, most = (0x7FC0, 0x7F80, 0x7E00) if element == "bf16" else (0x7E00, 0x7C00, 0x7BFF)
+    nan, inf, most = (0x7FC0, 0x7F80, 0x7F7F) if element == "bf16" else (0x7E00, 0x7C00, 0x7BFF)
     words[0, 1, 3], words[0, 2, 4], words[0, 3, 5], words[0, 4, 70] = nan, inf, 0x8000 | inf, nan
     words[1, 0], words[1, 1], words[1, 2], words[1, 3] = 0, 0x8000, 0x0001, 0x8003
     words[1, 4, ::2], words[1, 4, 1::2], words[1, 5] = most, 0x8000 | most, 0x3F80

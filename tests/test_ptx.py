@@ -50,7 +50,7 @@ WRONG = {
         "setp.gt.u32 %p1, %r1, 15;\n @%p1 bra $L_end;\n shfl.sync.bfly.b32 %r6|%p2, %r1, 1, 31, -1;\n$L_end:\n ret;",
         "a part of a warp",
     ),
-    "a contracted product": ("fma.rn.f32 %f1, %f1, %f1, %f1;", "contracted"),
+    "a contracted product": ("mov.f32 %f1, 0f3F8CCCCD;\n fma.rn.f32 %f1, %f1, %f1, %f1;", "contracted"),
 }
 
 

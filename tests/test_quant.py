@@ -50,9 +50,9 @@ def test_values_come_back_within_the_bound(kind: str, axis: str, element: str):
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize(("kind", "axis"), WAYS)
 def test_the_largest_values_come_back_finite(kind: str, axis: str, element: str):
-    """A step is rounded up, so that the last code stands for more than the largest value: never for infinity."""
-    most = np.float32(65504 if element == "fp16" else 1.69e38)
-    raw = quant.narrow(np.linspace(-most, most, 2 * 32 * 64, dtype=np.float32), element).reshape(2, 32, 64)
+    """However far apart; a step is rounded up, so that the last code stands for more than the largest value."""
+    most = quant.LARGEST[element]
+    raw = quant.narrow((np.linspace(-1, 1, 2 * 32 * 64) * most).astype(np.float32), element).reshape(2, 32, 64)
     raw[:, :, 0], raw[:, :, 63], raw[:, 31] = raw[0, 0, 0], raw[1, 31, 63], raw[1, 31, 63]
     codes, words = quant.pack(raw, kind, axis, element)
     back = quant.widen(quant.unpack(codes, words, kind, axis, element), element)

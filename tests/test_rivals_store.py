@@ -195,6 +195,28 @@ async def test_a_prompt_larger_than_host_is_served_as_far_as_host_goes(tmp_path:
         assert idle(store) == []
 
 
+async def test_a_prompt_that_disk_declines_makes_no_room_of_its_own_pages(tmp_path: Path) -> None:
+    """What host alone has of it stays when its next pages find no room: they are of no use without it.
+
+    Of another prompt that goes on from the same pages, all but these go.
+    """
+    disk = Failing()
+    path, other = tokens(*range(200)), tokens(*range(5), *range(1000, 1200))
+    async with storing(tmp_path, host=MIB, cap=2.0, calls=disk) as store:
+        engine = Engine(store)
+        await engine.open(PAGE)
+        disk.broken = True
+        there = await engine.put(path, wait_ms=500)
+        assert 0 < there < 200
+        await until(lambda: not store.parts.persist.pending)
+        for _ in range(3):
+            await engine.put(path, there, wait_ms=100)
+            assert (await engine.match(path)).pages == there
+        assert await engine.put(other, 5, wait_ms=500) > 0
+        assert (await engine.match(path)).pages >= 5
+        disk.broken = False
+
+
 async def test_a_burst_of_many_times_the_host_drops_nothing(tmp_path: Path) -> None:
     """Room is made on demand, not by a clock: eight times the host back to back, each page granted and durable."""
     async with storing(tmp_path, host=MIB, disk=32 * MIB) as store:

@@ -15,7 +15,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 pytestmark = pytest.mark.skipif(not FILES, reason="style is read from a checkout")
 
 LAYERS = (
-    {"types"},
+    {"types", "linux"},
     {"identity", "paths", "sources", "numa", "turns", "waits", "output"},
     {"heat"},
     {"index", "policy", "route", "wire", "sizing", "codec", "quant"},

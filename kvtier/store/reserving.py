@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Awaitable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -107,13 +107,11 @@ class Reserving:
     def _kept(self, ask: Ask) -> AbstractContextManager[None]:
         """Let no room be made of what only this tier has of the path itself: pages are of no use without their first.
 
-        Where a slower tier takes them they make room as others do: a prompt may be larger than the tier.
+        Those that a slower tier has make room as others do: a prompt may be larger than the tier.
         """
-        if ask.space.below.there:
-            return nullcontext()
         cache, msg = ask.path.cache, ask.msg
         node, end = cache.radix.deepest(ask.path.keys[: (msg.start + msg.pages) * cache.index.stride])
-        return self.parts.leased(cache, cache.radix.ending_at(node, end) if end else node)
+        return ask.space.keeping(node, end)
 
     @staticmethod
     def _fits(ask: Ask, lack: list[Mask]) -> int:

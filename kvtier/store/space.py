@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from kvtier.index import ANY, Hold, Index, Node, Order
-from kvtier.index.node import LOCAL
+from kvtier.index.node import LOCAL, on_path
 from kvtier.store.allowance import Allowance, cost_of
 from kvtier.store.cache import Cache
 from kvtier.store.copying import Copying
@@ -72,6 +72,8 @@ class Space:
         self.orders: dict[SlotPool, Order] = {}
         self._ahead: set[SlotPool] = set()
         """Pools in which room is being made ahead."""
+        self._keeping: list[tuple[Node, int]] = []
+        """See keeping."""
         self.slabs = Slabs(self)
 
     def order_of(self, pool: SlotPool) -> Order:
@@ -193,12 +195,18 @@ class Space:
                     lo, hi = index.tail(node, self.tier, min(order.policy.share(node), max(left)))
                     if lo == hi:
                         continue
-                    if taken is not None and self.below.there and self.unsaved_from(index, node, lo, hi) < hi:
-                        pages = self._save(index, node)
-                        offered += pages
-                        if not pages:  # what somebody reads in host, once it is there, is lost for no room here
-                            (kept if node.refs else unsaved).append(taken)
-                        continue  # held until written; comes back to the order then
+                    ask = taken is not None and self.below.there
+                    if (ask or self._keeping) and self.unsaved_from(index, node, lo, hi) < hi:
+                        if taken is not None and ask:
+                            pages = self._save(index, node)
+                            offered += pages
+                            if not pages:  # what somebody reads in host, once it is there, is lost for no room here
+                                (kept if node.refs else unsaved).append(taken)
+                            continue  # held until written; comes back to the order then
+                        lo = max(lo, self._kept_to(node))
+                        if lo >= hi:
+                            kept.append((index, node))
+                            continue
                     self._drop(index, node, lo, hi, left)
                     dropped += hi - lo
         finally:
@@ -206,6 +214,20 @@ class Space:
                 index.requeue(node, self.tier)
             self.persist.room.evictions.batch(self.tier, dropped)
         return dropped > 0
+
+    @contextlib.contextmanager
+    def keeping(self, node: Node, end: int) -> Iterator[None]:
+        """Let no room be made of what only this tier has of the first `end` pages of the path to `node`."""
+        path = (node, end)
+        self._keeping.append(path)
+        try:
+            yield
+        finally:
+            self._keeping.remove(path)
+
+    def _kept_to(self, node: Node) -> int:
+        """How many of a node's first pages are kept for those who go on from them."""
+        return max((end - node.depth for deep, end in self._keeping if on_path(deep, node)), default=0)
 
     def _save(self, index: Index, node: Node) -> int:
         """Offer what is unsaved of a leaf's last run to the tier below; how many pages that takes, 0 for none."""
