@@ -157,6 +157,10 @@ class KeyPath:
         """Why the last `put` found room for fewer pages than it was given: a types.Code."""
         self._request = request, session
         self._keys: list[bytes] = []
+        self._size = 0
+        """Bytes of them."""
+        self._told = 0
+        """Bytes of the path that the daemon's handle is of: others may extend it while an answer is on its way."""
         self._joined: Joined | None = None
         self._epoch = cache.epoch
         self._handle = 0
@@ -173,28 +177,32 @@ class KeyPath:
         stride, keys = self.cache.spec.stride, _own(keys)
         if self.cache.spec.keyed or len(keys) % stride:
             raise bad("keys", f"whole page keys of {stride} bytes of a token cache", len(keys))
+        known = self._size
         if keys:
             self._keys.append(keys)
+            self._size += len(keys)
         handle, self.pages, self.pending, self.segments, self.asking = self._handle, 0, 0, (), False
         self.known = 0
         self.load_s, self.recompute_s, self.cut = (), (), -1
         self._handle = 0
         rate = self.cache.prefill
         joined, number = yield from self.cache.entering()
-        if handle and self._joined is joined and self._epoch == self.cache.epoch:
+        reply, told = None, known + len(keys)
+        if handle and self._joined is joined and self._epoch == self.cache.epoch and self._told == known:
             try:
                 reply = yield Call(joined, wire.Match(0, handle, keys, *self._request, rate), wire.Matched)
             except KvtierError as exc:
                 if exc.code is not Code.UNKNOWN:
                     raise
-                reply = yield Call(joined, wire.Match(number, 0, self.keys, *self._request, rate), wire.Matched)
-        else:
-            reply = yield Call(joined, wire.Match(number, 0, self.keys, *self._request, rate), wire.Matched)
-        self._matched(joined, cast("wire.Matched", reply))
+        if reply is None:
+            whole_path = self.keys
+            told = len(whole_path)
+            reply = yield Call(joined, wire.Match(number, 0, whole_path, *self._request, rate), wire.Matched)
+        self._matched(joined, cast("wire.Matched", reply), told)
 
-    def _matched(self, joined: Joined, reply: wire.Matched) -> None:
+    def _matched(self, joined: Joined, reply: wire.Matched, told: int) -> None:
         """Remember what the daemon said."""
-        self._joined, self._epoch, self._handle = joined, self.cache.epoch, reply.handle
+        self._joined, self._epoch, self._handle, self._told = joined, self.cache.epoch, reply.handle, told
         self.pages, self.pending, self.segments = reply.pages, reply.pending, reply.segments
         self.load_s, self.recompute_s, self.cut = reply.load_s, reply.recompute_s, reply.cut
         self.asking, self.known = reply.asking, reply.known
@@ -202,7 +210,8 @@ class KeyPath:
     def _handled(self) -> Steps[tuple[Joined, int]]:
         """The connection and the handle on it, matching again where either is gone."""
         joined, _ = yield from self.cache.entering()
-        if not self._handle or self._joined is not joined or self._epoch != self.cache.epoch:
+        here = self._joined is joined and self._epoch == self.cache.epoch and self._told == self._size
+        if not (self._handle and here):
             yield from self._matching(b"")
             assert self._joined is not None
             joined = self._joined
