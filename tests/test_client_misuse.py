@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +169,9 @@ def test_numbers_that_are_none_are_named_and_cost_no_connection(client: Client) 
     for rows in ([1.5], [True], ["0"], [2**64], np.zeros((1, 1), np.int64), 5, None, [None], [float("nan")]):
         refused("rows", lambda rows=rows: region.load((cache, b"k" * 16), rows))
         refused("rows", lambda rows=rows: region.start_store((cache, b"k" * 16), rows))
+    for each in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="neither copied nor pickled"):
+            each(region)
     path = client.open(SPEC).match(keys(2))
     for pages in ([1.5], [2**40], "1", [[1]]):
         refused("wants", lambda pages=pages: path.reserve(0, 2, [(0, pages)]))

@@ -127,6 +127,33 @@ def test_rows_are_free_again_once_the_daemon_says_that_a_lost_connection_has_dra
         assert region.load((keyed, b"r" * 16), [1]) == b"\1"
 
 
+def test_a_path_that_two_extend_at_once_goes_on_as_what_it_is(standing: Daemon) -> None:
+    """The answer about its beginning comes last: what is stored after it would be found under another prompt's name."""
+    with Client(standing.socket, instance="extends") as client:
+        cache = client.open(SPEC)
+        stride, whole = SPEC.stride, keys(4, first=70000)
+        path = cache.match(whole[:stride])
+        steps = [path._matching(whole[n * stride : (n + 1) * stride]) for n in (1, 2)]
+        asked, joined = [], client.link.joined
+        for one in steps:  # both have joined and sent before either hears
+            step = next(one)
+            while not isinstance(step, link.Call):
+                step = one.send(joined)
+            asked.append(client.link._do(step, time.monotonic() + 5.0))
+        for one, reply in zip(reversed(steps), reversed(asked), strict=True):
+            with pytest.raises(StopIteration):
+                one.send(reply)
+        assert path.extend(whole[3 * stride :]).keys == whole
+        with path.reserve(0, 4, wait_ms=1000) as reserved:
+            assert reserved.pages == 4
+            for page in range(4):
+                assert reserved.write(0, page, content(page, FULL.item_bytes))
+            assert reserved.commit() == 4
+        with cache.match(whole).acquire() as lease:
+            assert right(lease, 4)
+        assert cache.match(whole[: 2 * stride] + whole[3 * stride :]).pages == 2
+
+
 def test_a_client_that_closes_after_a_loss_gives_back_what_that_held(standing: Daemon) -> None:
     """On one more connection: its process may live for long, and nobody else would say so."""
 

@@ -564,6 +564,37 @@ async def test_a_drain_right_after_a_reset_leaves_nothing_of_the_old_epoch(
         assert store.parts.disk.caches() == {}
 
 
+@pytest.mark.parametrize("how", ["reset", "purge", "rot"])
+async def test_a_pin_holds_nothing_that_is_not_served_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Old weights, a purged tenant, a lost page: their room returns, and what is left of it stays pinned."""
+    monkeypatch.setattr("kvtier.store.pins.LOOK_S", 0.01)
+    async with storing(None, host=4 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec((FULL,), salt=b"tenant"))
+        keys = tokens(*range(8))
+        assert await engine.put(keys) == 8
+        await store.admin[wire.Pin](wire.Pin(wire.Prompt(tokens=keys)))
+        (cache,) = store.parts.caches.values()
+        if how == "reset":
+            await engine.call(wire.Reset(cache.number))
+        elif how == "purge":
+            await store.admin[wire.Purge](wire.Purge(salt=b"tenant"))
+        else:
+            index = cache.radix
+            cache.release(index.cut(index.cut_at(index.deepest(keys)[0], 5)).freed, None)
+        await until(lambda: not cache.index.doomed)
+        rows = store.admin[wire.Pins](wire.Pins()).data["pins"]
+        assert [(row["pages"], row["lost"]) for row in rows] == ([(5, True)] if how == "rot" else [])
+        assert sum(store.parts.host.pools[0].used(group) for group in range(1)) == (5 if how == "rot" else 0)
+        assert store.parts.check() == []
+        store.admin[wire.Unpin](wire.Unpin())
+        engine.leave()
+        await quiet(store)
+        assert idle(store) == []
+
+
 async def test_resets_leave_no_caches_behind() -> None:
     """An engine that changes its weights every minute for a month uses no more memory than at first."""
     async with storing(None) as store:

@@ -157,6 +157,8 @@ class KeyPath:
         """Why the last `put` found room for fewer pages than it was given: a types.Code."""
         self._request = request, session
         self._keys: list[bytes] = []
+        self._told = 0
+        """So many of them the daemon's handle is of: others may extend the path while an answer is on its way."""
         self._joined: Joined | None = None
         self._epoch = cache.epoch
         self._handle = 0
@@ -164,15 +166,14 @@ class KeyPath:
     @property
     def keys(self) -> bytes:
         """All page keys of the path."""
-        if len(self._keys) > 1:
-            self._keys = [b"".join(self._keys)]
-        return self._keys[0] if self._keys else b""
+        return b"".join(self._keys)
 
     def _matching(self, keys: bytes) -> Steps[None]:
         """Append keys and match; only new keys are sent where the daemon has the handle."""
         stride, keys = self.cache.spec.stride, _own(keys)
         if self.cache.spec.keyed or len(keys) % stride:
             raise bad("keys", f"whole page keys of {stride} bytes of a token cache", len(keys))
+        known = len(self._keys)
         if keys:
             self._keys.append(keys)
         handle, self.pages, self.pending, self.segments, self.asking = self._handle, 0, 0, (), False
@@ -181,20 +182,22 @@ class KeyPath:
         self._handle = 0
         rate = self.cache.prefill
         joined, number = yield from self.cache.entering()
-        if handle and self._joined is joined and self._epoch == self.cache.epoch:
+        reply, told = None, known + bool(keys)
+        if handle and self._joined is joined and self._epoch == self.cache.epoch and self._told == known:
             try:
                 reply = yield Call(joined, wire.Match(0, handle, keys, *self._request, rate), wire.Matched)
             except KvtierError as exc:
                 if exc.code is not Code.UNKNOWN:
                     raise
-                reply = yield Call(joined, wire.Match(number, 0, self.keys, *self._request, rate), wire.Matched)
-        else:
-            reply = yield Call(joined, wire.Match(number, 0, self.keys, *self._request, rate), wire.Matched)
-        self._matched(joined, cast("wire.Matched", reply))
+        if reply is None:
+            parts = tuple(self._keys)
+            told = len(parts)
+            reply = yield Call(joined, wire.Match(number, 0, b"".join(parts), *self._request, rate), wire.Matched)
+        self._matched(joined, cast("wire.Matched", reply), told)
 
-    def _matched(self, joined: Joined, reply: wire.Matched) -> None:
+    def _matched(self, joined: Joined, reply: wire.Matched, told: int) -> None:
         """Remember what the daemon said."""
-        self._joined, self._epoch, self._handle = joined, self.cache.epoch, reply.handle
+        self._joined, self._epoch, self._handle, self._told = joined, self.cache.epoch, reply.handle, told
         self.pages, self.pending, self.segments = reply.pages, reply.pending, reply.segments
         self.load_s, self.recompute_s, self.cut = reply.load_s, reply.recompute_s, reply.cut
         self.asking, self.known = reply.asking, reply.known
@@ -202,7 +205,8 @@ class KeyPath:
     def _handled(self) -> Steps[tuple[Joined, int]]:
         """The connection and the handle on it, matching again where either is gone."""
         joined, _ = yield from self.cache.entering()
-        if not self._handle or self._joined is not joined or self._epoch != self.cache.epoch:
+        here = self._joined is joined and self._epoch == self.cache.epoch and self._told == len(self._keys)
+        if not (self._handle and here):
             yield from self._matching(b"")
             assert self._joined is not None
             joined = self._joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import msgspec
 
@@ -97,6 +97,10 @@ class HeldRegion:
 
     def __del__(self) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Raises TypeError: a copy would close the descriptors of this one, whose numbers are other files' then."""
+        raise TypeError("a region can be neither copied nor pickled: register it again")
 
     def _loading(self, transfer: Moving, source: Source, group: int, first: int, wait_ms: int) -> Steps[None]:
         """Send a Load."""

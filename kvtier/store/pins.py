@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Final, NamedTuple
 
 from kvtier import wire
-from kvtier.index import Hold
+from kvtier.index import Hold, Node
 from kvtier.store.cache import Cache
 from kvtier.store.parts import Parts
 from kvtier.store.prompts import Held, held, resolve
@@ -18,6 +18,8 @@ SHARE: Final = 0.5
 MOST: Final = 1024
 LOAD_S: Final = 60.0
 WEEK_S: Final = 7 * 86400.0
+LOOK_S: Final = 1.0
+"""So often it is looked whether something of a pin was cut away."""
 
 
 class Pin(NamedTuple):
@@ -26,6 +28,8 @@ class Pin(NamedTuple):
     number: int
     what: Held
     cost: int
+    pages: int
+    """That it was asked for and found."""
     priority: int
     ends: float
     """Loop time."""
@@ -38,6 +42,7 @@ class Pins:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.pins: dict[int, Pin] = {}
+        self._watching: asyncio.TimerHandle | None = None
 
     async def pin(self, msg: wire.Pin) -> wire.Info:
         """Hold what matches of a prompt, and load it; pins of lower priority make room.
@@ -60,8 +65,9 @@ class Pins:
         what.lease()
         number = next(self.parts.numbers)
         timer = loop.call_later(msg.ttl_s, self._drop, number)
-        pin = self.pins[number] = Pin(number, what, what.cost, msg.priority, loop.time() + msg.ttl_s, timer)
+        pin = self.pins[number] = Pin(number, what, what.cost, what.pages, msg.priority, loop.time() + msg.ttl_s, timer)
         self.parts.loads.start(what.cache, what.missing(self.parts.loads), loop.time() + LOAD_S)
+        self._watch()
         return pin
 
     def _make_room(self, cost: int, priority: int) -> None:
@@ -88,6 +94,38 @@ class Pins:
             pin.timer.cancel()
             for node in pin.what.nodes:
                 self.parts.unlease(pin.what.cache, node, Hold.PIN)
+
+    def _watch(self) -> None:
+        """Look after all pins, as long as there are any."""
+        if self.pins and self._watching is None:
+            self._watching = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """Let go of what was reset, purged or lost: nobody is served of it, and its room is lost until the pin ends."""
+        self._watching = None
+        for pin in list(self.pins.values()):
+            if pin.what.cache.index.doomed and any(node.dead for node in pin.what.nodes):
+                left = self._left(pin.what)
+                self.pins[pin.number] = pin._replace(what=left, cost=left.cost)
+                if not left.nodes:
+                    self._drop(pin.number)
+        self._watch()
+
+    def _left(self, what: Held) -> Held:
+        """What is still cached of something pinned, pinned in its place."""
+        cache, nodes = what.cache, list[Node]()
+        for node in what.nodes:
+            up = node
+            while up.dead and up.parent is not None:
+                up = up.parent
+            if up is not cache.index.root:
+                cache.index.lease(up, Hold.PIN)
+                nodes.append(up)
+            self.parts.unlease(cache, node, Hold.PIN)
+        if cache.spec.keyed:
+            return Held(cache, nodes, len(nodes), what.needed)
+        pages = nodes[0].end if nodes else 0
+        return Held(cache, nodes, pages, cache.radix.needed(pages))
 
     def unpin(self, msg: wire.Unpin) -> wire.Info:
         """End a pin, or all of them (0). Raises unknown."""
@@ -117,5 +155,5 @@ class Pins:
             "held_bytes": pin.cost,
             "priority": pin.priority,
             "left_s": round(max(0.0, pin.ends - asyncio.get_running_loop().time()), 1),
-            "lost": any(node.dead for node in pin.what.nodes),
+            "lost": pin.what.pages < pin.pages or any(node.dead for node in pin.what.nodes),
         }
