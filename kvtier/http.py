@@ -11,6 +11,7 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -29,6 +30,8 @@ CHANGE_S: Final = 20.0
 """What looks for a page by its chain key looks at all of them."""
 RETRY_S: Final = 5.0
 HOST: Final = "127.0.0.1"
+MOST: Final = 256
+"""Connections; the oldest goes for the next, so that nobody who connects and says nothing keeps others out."""
 
 R = TypeVar("R", bound=wire.Message)
 _log = logging.getLogger("kvtier.http")
@@ -139,12 +142,24 @@ async def _ended() -> None:
     transport.close()
 
 
-async def _listen(runner: web.AppRunner, port: int) -> None:
-    """Bind the port, however long another process has it."""
+def _bounded(server: web.Server) -> Callable[[], asyncio.Protocol]:
+    """What makes the protocol of one connection more."""
+
+    def made() -> asyncio.Protocol:
+        held = server.connections
+        for oldest in held[: max(0, len(held) - MOST + 1)]:
+            oldest.force_close()
+        return server()
+
+    return made
+
+
+async def _listen(server: web.Server, port: int) -> None:
+    """Bind the port, however long another process has it, and serve for as long as the task lives."""
     said = False
     while True:
         try:
-            await web.TCPSite(runner, HOST, port).start()
+            door = await asyncio.get_running_loop().create_server(_bounded(server), HOST, port)
         except OSError as exc:
             if not said:
                 _log.warning("no metrics and health over HTTP until the port is free: %s", exc)
@@ -152,7 +167,8 @@ async def _listen(runner: web.AppRunner, port: int) -> None:
             await asyncio.sleep(RETRY_S)
         else:
             _log.info("dashboard, metrics and health on http://%s:%d", HOST, port)
-            return
+            async with door:
+                await door.serve_forever()
 
 
 async def serve(port: int, engine: Path, admin: Path, traced: str) -> None:
@@ -165,7 +181,8 @@ async def serve(port: int, engine: Path, admin: Path, traced: str) -> None:
         site = Site(engine, admin, port)
         runner = web.AppRunner(site.app(), access_log=None)
         await runner.setup()
-        tasks += [asyncio.create_task(_listen(runner, port)), asyncio.create_task(site.dashboard.watch())]
+        assert runner.server is not None
+        tasks += [asyncio.create_task(_listen(runner.server, port)), asyncio.create_task(site.dashboard.watch())]
     await _ended()
     for task in tasks:
         task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier import metrics
 from kvtier.client import Client, page_keys
 from kvtier.demo.daemon import Daemon
+from kvtier.http import MOST
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.types import Kind
 
@@ -140,6 +142,25 @@ def test_healthz_is_green_while_the_loop_serves_and_red_within_two_seconds_when_
     end = time.monotonic() + DEADLINE
     while get(number, "/healthz")[0] != 200:
         assert time.monotonic() < end
+
+
+def test_connections_on_which_nothing_comes_keep_nobody_out(port):
+    """Some say nothing, some a part of a header, some not all of a body: the oldest go, and newcomers are served."""
+    number, _ = port
+    began = b"POST /v1/route HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+    with contextlib.ExitStack() as stack:
+        silent = []
+        for n in range(2 * MOST):
+            silent.append(stack.enter_context(socket.create_connection(("127.0.0.1", number), DEADLINE)))
+            silent[-1].sendall((b"", began[:20], began + b"\r\nx")[n % 3])
+        assert get(number, "/healthz")[0] == 200
+        for each in silent[:MOST]:
+            with contextlib.suppress(ConnectionResetError):
+                while each.recv(1 << 16):  # it is told that it is over, perhaps why
+                    pass
+        silent[-2].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-2].recv(1)
 
 
 def test_the_http_process_ends_with_the_daemon(port):
