@@ -470,7 +470,7 @@ async def test_a_write_waits_for_a_slab_that_is_being_emptied(tmp_path: Path) ->
 
 
 async def test_a_comparison_under_traffic_finds_nothing_wrong(tmp_path: Path) -> None:
-    """What is written and freed while catalogue and memory are compared differs for moments, each time something else."""
+    """What is written and freed meanwhile differs in catalogue and memory for moments, each time something else."""
     async with storing(tmp_path, host=4 * MIB, disk=4 * MIB) as store:
         engine = Engine(store)
         await engine.open(spec())
