@@ -469,6 +469,28 @@ async def test_a_write_waits_for_a_slab_that_is_being_emptied(tmp_path: Path) ->
         assert await other.get(tokens(1, 2, 3)) == 3
 
 
+async def test_a_comparison_under_traffic_finds_nothing_wrong(tmp_path: Path) -> None:
+    """What is written and freed meanwhile differs in catalogue and memory for moments, each time something else."""
+    async with storing(tmp_path, host=4 * MIB, disk=4 * MIB) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        going = True
+
+        async def churn() -> None:
+            n = 0
+            while going:
+                n += 1
+                await engine.put(tokens(*range(100 * n, 100 * n + 10)))
+                store.parts.persist.room.evict(64 << 10)
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(churn())
+        for _ in range(6):
+            assert (await store.admin[wire.DiskVerify](wire.DiskVerify())).data["first"] == []
+        going = False
+        await task
+
+
 async def test_caches_that_hold_nothing_are_not_kept_on_disk(tmp_path: Path) -> None:
     """A record for each tenant who was ever here would outlive all of them."""
     async with storing(tmp_path) as store:

@@ -22,7 +22,7 @@ from kvtier.types import NO_COPY, Code, KvtierError, Tier, bad
 MOST_WRONG = 100
 """So many disagreements are named; the rest is counted."""
 TRIES = 3
-"""What changes while it is compared is compared again, so often."""
+"""What changes while it is compared is compared again, so often: wrong is what is so each time."""
 
 
 class Upkeep:
@@ -94,16 +94,18 @@ class Upkeep:
         """Compare catalogue, cells and indexes with each other; changes nothing."""
         del msg
         disk = self._disk()
-        for left in reversed(range(TRIES)):
+        wrong: list[str] | None = None
+        for _ in range(TRIES):
             await flushed(disk)
-            records, wrong = await self._records(disk)
-            wrong += (await self.checkup.round()).broken
+            records, found = await self._records(disk)
+            found += (await self.checkup.round()).broken
             pages, strays = await self._named(disk)
-            wrong += strays
-            if not wrong or not left:
+            wrong = [line for line in found + strays if wrong is None or line in wrong]
+            if not wrong:
                 break
-        found = {"records": records, "copies": pages, "wrong": len(wrong), "first": wrong[:MOST_WRONG]}
-        return wire.Info({**found, "healthy": not wrong})
+        assert wrong is not None
+        counts = {"records": records, "copies": pages, "wrong": len(wrong), "first": wrong[:MOST_WRONG]}
+        return wire.Info({**counts, "healthy": not wrong})
 
     @staticmethod
     async def _records(disk: DiskTier) -> tuple[int, list[str]]:
