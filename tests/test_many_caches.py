@@ -11,7 +11,7 @@ from kvtier import wire
 from kvtier.identity import CacheSpec, GroupSpec
 from kvtier.store import Store, parts
 from kvtier.types import Code, Kind, KvtierError
-from storekit import quiet, storing
+from storekit import quiet, storing, until
 
 PAGE = GroupSpec(Kind.FULL, 1, 1, 4096)
 
@@ -64,6 +64,36 @@ async def test_tenants_who_never_come_back_make_way_for_new_ones(
         assert await visit(store, 3) == 1
         assert await visit(store, 50) == 0
         assert len(store.parts.caches) <= 8
+        assert idle(store) == []
+
+
+async def test_a_large_cache_that_is_the_longest_unused_makes_way_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is emptied in slices beside all else; another that was used since stays."""
+    monkeypatch.setattr(parts, "MAX_CACHES", 4)
+    monkeypatch.setattr(parts, "MOST_NODES", 8)
+    async with storing(tmp_path) as store:
+
+        async def visit(number: int, prompts: int) -> bytes:
+            engine = Engine(store, f"e{number}", pid=number + 1)
+            opened = await engine.open(spec((PAGE,), salt=bytes([number])))
+            for n in range(prompts):
+                assert await engine.put(tokens(n)) == 1
+            await quiet(store)
+            engine.leave()
+            return opened.cache_id
+
+        large = [await visit(number, 12) for number in range(2)]
+        for number in range(2, 6):
+            await visit(number, 1)
+        await until(lambda: large[0] not in store.parts.ids)
+        assert large[1] in store.parts.ids
+        await visit(1, 12)
+        for number in range(6, 9):
+            await visit(number, 1)
+        assert large[1] in store.parts.ids
+        assert len(store.parts.caches) <= 4
         assert idle(store) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,6 +90,26 @@ def test_who_reserved_writes_its_shard_even_where_it_is_not_the_first(processes:
         assert not other.adopt(held.share()).writes
         assert held.write(0, 0, data(n))
         assert held.commit() == 1
+
+
+def test_rows_of_a_replica_that_does_not_write_are_not_stored_and_no_fault(processes: Any) -> None:
+    """As a worker finds out that was started again: what was reserved before is not its to write."""
+    scheduler, first, second = processes(), processes(0), processes(1)
+    fd = os.memfd_create("rows")
+    os.ftruncate(fd, 4096)
+    os.pwrite(fd, data(5).tobytes(), 0)
+    with scheduler.match(keys(31)).reserve(0, 1, wait_ms=1000) as held:
+        shares = [each.adopt(held.share()) for each in (second, first)]
+        assert [each.writes for each in shares] == [False, True]
+        regions = [each.client.register("rows", fd, 0, 4096, 1) for each in (second, first)]
+        assert regions[0].store(shares[0], [0]) == b"\0"
+        assert regions[1].store(shares[1], [0]) == b"\1"
+        assert shares[1].commit() == 1
+    os.close(fd)
+    out = np.empty_like(data(0))
+    with first.match(keys(31)).acquire() as lease:
+        assert lease.read(0, 0, out)
+    assert (out == 5).all()
 
 
 def test_one_worker_writes_what_its_scheduler_reserves(processes: Any) -> None:

@@ -120,6 +120,8 @@ class HeldRegion:
         raw = transfer.rows.tobytes()
         if isinstance(target, HeldReservation):
             target.on(joined)
+            if not target.writes:  # another process does, as `write` has it
+                return
             message = wire.Store(region, group, raw, reservation=target.number, first=first, wait_ms=wait_ms)
         else:
             _, cache = yield from target[0].entering()

@@ -42,7 +42,10 @@ class Region(HeldRegion):
     def start_store(
         self, target: Target, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000
     ) -> Transfer:
-        """Begin copying rows into a reservation's pages from `first` on, or under (cache, keys), and commit them."""
+        """Begin copying rows into a reservation's pages from `first` on, or under (cache, keys), and commit them.
+
+        Nothing is copied into a reservation that another process writes (`writes`).
+        """
         return self._store(target, rows, group, first, wait_ms).in_hand()
 
     def store(self, target: Target, rows: Numbers, *, group: int = 0, first: int = 0, wait_ms: int = 10000) -> bytes:

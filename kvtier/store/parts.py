@@ -7,8 +7,9 @@ import heapq
 import itertools
 import logging
 import secrets
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.identity import CacheSpec, cache_id, shape_of
 from kvtier.index import Hold, Node, Order
@@ -90,7 +91,7 @@ class Parts:
         self.closing: set[asyncio.Task[None]] = set()
         """What is being let go of and takes a while."""
         self.freeing: set[asyncio.Task[None]] = set()
-        """Retired caches that are being emptied."""
+        """Caches that are being emptied, retired ones mostly."""
         self._ended = asyncio.Event()
         self.waiting: set[Reservation] = set()
         """Reservations with complete pages whose parents are not served yet."""
@@ -172,9 +173,22 @@ class Parts:
     def retire(self, cache: Cache) -> None:
         """Let nothing of a cache be found any more, and free it; what engines hold goes when they let go of it."""
         cache.retired = cache.index.closed = True
-        task = asyncio.get_running_loop().create_task(self._free(cache))
+        self._free_soon(self._free(cache))
+
+    def _free_soon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let it be done beside all else."""
+        task = asyncio.get_running_loop().create_task(work)
         self.freeing.add(task)
         task.add_done_callback(self.freeing.discard)
+
+    async def _empty(self, cache: Cache) -> None:
+        """Forget a cache that is too large to be emptied in one go, unless somebody opens it meanwhile."""
+        async for node in sliced(leaves(list((cache.index.root.children or {}).values()))):
+            if self._busy(cache) or any(cache.number in p.ranks for i in self.instances.values() for p in i.processes):
+                return
+            cache.release(cache.index.cut(node).freed, self.disk)
+        self.counts["caches_forgotten"] += 1
+        self.prune()
 
     async def _free(self, cache: Cache) -> None:
         """Cut all of a retired cache, in slices; then its pages on disk go, all of them at once."""
@@ -236,6 +250,9 @@ class Parts:
         used = {number for i in self.instances.values() for number in i.in_use(self.caches)}
         caches = [cache for number, cache in self.caches.items() if number not in used and not self._busy(cache)]
         idle = [cache for cache in caches if cache.index.nodes <= MOST_NODES]
+        oldest = min(caches, key=lambda each: each.last_used, default=None)
+        if oldest is not None and oldest.index.nodes > MOST_NODES and not self.freeing:
+            self._free_soon(self._empty(oldest))
         nodes = gone = 0
         for cache in heapq.nsmallest(MOST_FORGOTTEN, idle, key=lambda each: each.last_used):
             nodes += cache.index.nodes
