@@ -454,6 +454,35 @@ def test_uses_are_handed_up_once():
     assert policy.uses(parent).count == before + 3
 
 
+def around(forest: Forest, documents: range, times: int, questions: int = 0) -> float:
+    """Share of the documents' pages that are found going through them so often, a question after each."""
+    found = asked = 0
+    for turn in range(times):
+        for number in documents:
+            pages = [1, 2, *range(10 * number, 10 * number + 9)]
+            after = [10**6 * (turn + 1) + 10 * number + at for at in range(questions)]
+            found += forest.request(tokens(*pages, *after, page_tokens=1))
+            asked += len(pages)
+    return found / asked
+
+
+@pytest.mark.parametrize("name", ["heat", "foresight", "adaptive"])
+@pytest.mark.parametrize("questions", [0, 1])
+def test_in_a_loop_over_more_than_the_tier_holds_a_part_stays(name, questions):
+    """Least recently used, all of it goes before it is asked for again. Once the loop is over, what stayed goes."""
+    loop, room = range(10, 60), 400
+    lru, forest = Forest("lru", room, joins=True), Forest(name, room, joins=True)
+    assert around(lru, loop, 12, questions) < 0.2  # what all begin with
+    around(forest, loop, 12, questions)
+    assert around(forest, loop, 5, questions) > 0.6
+    policy = forest.order.policy
+    assert isinstance(policy, ByKind)
+    kept = [node.count[Tier.HOST] for node in forest.index.walk() if (uses := policy.note(node)) and uses.extra.kept]
+    assert sum(kept) == policy._loops.kept > room / 2
+    around(forest, range(100, 125), 30)
+    assert around(forest, range(100, 125), 2) == 1.0
+
+
 def test_kinds_are_learnt():
     """Prompts that come back are hotter than prompts that never do, and so outlive newer ones of those."""
     forest = Forest("heat", 120)

@@ -14,17 +14,22 @@ import numpy as np
 
 from kvtier.policy.ages import EARLY, FADE, FAITH, STEPS, Waits
 from kvtier.policy.ghosts import Ghosts
+from kvtier.policy.loops import PATIENCE, Loops
 from kvtier.policy.uses import Counting, Uses
 
 SIZES: Final = (2, 4, 16, 64)
 """Nodes of fewer pages than the first, the second, ... are of different kinds."""
-KINDS: Final = 14
+KINDS: Final = 15
 _TAIL: Final = 0
+_KEPT: Final = KINDS - 1
+"""Not a kind: the lane of what stays while a loop goes on, of which nothing is heard."""
 _LANES: Final = range(KINDS)
 HEARD: Final = 5 * 1024
 """Numbers of waits that are learnt from at once, at most."""
 FINE: Final = 64
 """Heads are compared by their ages at most this part of a turnover ago: what a lane is worth is looked up once."""
+LAST: Final = 1e300
+"""Worth more than all else that there is."""
 
 
 class Stand(NamedTuple):
@@ -33,9 +38,13 @@ class Stand(NamedTuple):
     kind: int
     tail: int
     """1: the last of its pages is the one that the first request for them ended in."""
+    kept: bool = False
+    """Whether it stays while a loop goes on."""
 
 
-STANDS: Final = tuple(tuple(Stand(kind, tail) for kind in _LANES) for tail in (0, 1))
+STANDS: Final = tuple(
+    tuple(tuple(Stand(kind, tail, kept) for kind in _LANES) for tail in (0, 1)) for kept in (False, True)
+)
 
 
 class Gone(NamedTuple):
@@ -77,6 +86,7 @@ class ByKind(Counting):
         self._expected = np.zeros(KINDS)
         self._heard = array("d")
         self._ghosts: Ghosts[Gone] = Ghosts()
+        self._loops = Loops()
         self._looked = 0.0
         """Where the clock stood when all heads were looked at."""
         self._marks: list[float] = []
@@ -143,16 +153,20 @@ class ByKind(Counting):
         known = self._ghosts.take(index, node, lo, hi)
         for gone in known:
             self._hear(gone.kind, gone.since, gone.mark, self._ghosts.scale, True)
-            self.regret(gone.votes, self._ghosts.scale, self.age(gone.clock))
+            after = self.age(gone.clock)
+            self.regret(gone.votes, self._ghosts.scale, after)
+            if gone.often > 1:
+                self._loops.back(self._ghosts.scale, after)
         if new:
             uses: Uses = node.notes[self.tier]
             if known and 2 * len(known) * self._ghosts.scale >= hi - lo:
                 uses.count += max(gone.often for gone in known)
-            uses.extra = STANDS[1][self.kind(node, uses.count)]
+            uses.extra = STANDS[False][1][self.kind(node, uses.count)]
         if self.clock >= self._next:
             self._next = self.clock + max(64, self.size / STEPS)
             self._study()
             self.learn()
+            self._loops.learn(self.size)
             self._marks = []
 
     def found(self, index: Any, node: Any, lo: int, hi: int, copies: int) -> None:
@@ -167,12 +181,16 @@ class ByKind(Counting):
         uses = self.note(node)
         if uses is None or uses.extra is None:
             return
-        kind, tail = uses.extra
+        kind, tail, kept = uses.extra
+        if uses.count > 1:
+            self._loops.went(copies)
+        if kept:
+            self._loops.left(copies)
         last = hi - tail
         if tail:
             if names := self._ghosts.sampled(index, node, last, hi):
                 self._forget(self._ghosts.add(names, self._gone(uses, _TAIL)))
-            uses.extra = STANDS[0][kind]
+            uses.extra = STANDS[kept][0][kind]
         if lo < last and (names := self._ghosts.sampled(index, node, lo, last)):
             self._forget(self._ghosts.add(names, self._gone(uses, kind)))
 
@@ -192,21 +210,28 @@ class ByKind(Counting):
         """A leaf's wait is over; what is above it is no candidate while it lasts."""
         uses = self.uses(node)
         if uses.extra is not None and node.tier_leaf(self.tier):
-            kind, tail = uses.extra
+            kind, tail, _ = uses.extra
             if tail:
                 self._hear(_TAIL, uses.since, uses.mark, 1, True)
             if node.count[self.tier] > tail:
                 self._hear(kind, uses.since, uses.mark, node.count[self.tier] - tail, True)
         super().use(node, now)
-        uses.extra = STANDS[0][self.kind(node, uses.count)]
+        self._stand(node, uses)
         uses.since = 0.0
+
+    def _stand(self, node: Any, uses: Uses) -> None:
+        """It was used more often by now; what stays does so while the loop goes on."""
+        kept = uses.extra is not None and uses.extra.kept
+        if kept and not self._loops.on:
+            self._loops.left(node.count[self.tier])
+        uses.extra = STANDS[kept and self._loops.on][0][self.kind(node, uses.count)]
 
     def fall(self, node: Any, parent: Any) -> None:
         """The parent may be a leaf from now on."""
         super().fall(node, parent)
         up = self.note(parent)
         if up is not None:
-            up.extra = STANDS[0][self.kind(parent, up.count)]
+            self._stand(parent, up)
             up.since = self.age(up.mark)
 
     def split(self, upper: Any, lower: Any) -> None:
@@ -214,7 +239,20 @@ class ByKind(Counting):
         super().split(upper, lower)
         uses = self.note(upper)
         if uses is not None and uses.extra is not None:
-            uses.extra = STANDS[0][uses.extra.kind]
+            uses.extra = STANDS[uses.extra.kept][0][uses.extra.kind]
+
+    def join(self, upper: Any, lower: Any) -> None:
+        """The upper node's pages stay where the lower one's do."""
+        super().join(upper, lower)
+        pages = upper.count[self.tier]
+        if self._stays(lower) and not self._stays(upper):
+            self._loops.kept += pages
+        elif self._stays(upper) and not self._stays(lower):
+            self._loops.left(pages)
+
+    def _stays(self, node: Any) -> bool:
+        uses = self.note(node)
+        return uses is not None and uses.extra is not None and uses.extra.kept
 
     # -- what goes ---------------------------------------------------------------------------------------------
 
@@ -223,10 +261,22 @@ class ByKind(Counting):
         uses = self.note(node)
         if uses is None:  # it was found; whatever stands in a lane has a note
             uses = Uses(self.clock, 1, 1)
-            uses.extra = STANDS[1][self.kind(node, 1)]
+            uses.extra = STANDS[False][1][self.kind(node, 1)]
             self.write(node, uses)
         stand: Stand | None = uses.extra
-        return 1 if stand is None else _TAIL if stand.tail else stand.kind
+        if stand is None:
+            return 1
+        return _KEPT if stand.kept else _TAIL if stand.tail else stand.kind
+
+    def spare(self, node: Any) -> bool:
+        """In a loop a part stays of what came back before."""
+        uses = self.note(node)
+        if uses is None or uses.extra is None or uses.extra.kept or uses.count < 2:
+            return False
+        if not self._loops.keep(node.count[self.tier], self.size):
+            return False
+        uses.extra = STANDS[True][uses.extra.tail][uses.extra.kind]
+        return True
 
     def share(self, node: Any) -> int:
         """That page alone, or a run."""
@@ -255,7 +305,11 @@ class ByKind(Counting):
         size = max(self.size, 64)
         for lane in compress(_LANES, map(ne, marks, self._marks)):
             mark = marks[lane]
-            values = self.values(lane, max(0.0, (self._looked - mark) / size))
+            age = max(0.0, (self._looked - mark) / size)
+            if lane == _KEPT and self._loops.on:
+                values = [LAST if age < PATIENCE else -inf] * len(self._values)
+            else:
+                values = self.values(lane, age)
             for rule, value in zip(self._values, values, strict=True):
                 rule[lane] = value if mark < inf else inf
         self._marks = marks
