@@ -145,10 +145,13 @@ async def _ended() -> None:
 def _bounded(server: web.Server) -> Callable[[], asyncio.Protocol]:
     """What makes the protocol of one connection more."""
 
-    def made() -> asyncio.Protocol:
+    def trim() -> None:
         held = server.connections
         for oldest in held[: max(0, len(held) - MOST + 1)]:
             oldest.force_close()
+
+    def made() -> asyncio.Protocol:
+        asyncio.get_running_loop().call_soon(trim)  # by then the server knows of those that were accepted just before
         return server()
 
     return made

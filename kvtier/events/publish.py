@@ -128,7 +128,7 @@ class Publisher:
                 fresh |= self._out.recv(zmq.NOBLOCK)[:1] == b"\x01"
             except zmq.Again:
                 break
-        if fresh:
+        if fresh and self._next > self._first:  # else the first batch, "nothing holds", is still to come
             self._put(time.time(), [])
 
     def _publish(self) -> None:
