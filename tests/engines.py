@@ -201,6 +201,13 @@ class Engine:
         reply = await self.call(wire.Commit(reserved.reservation, start, reserved.pages))
         return reply.published
 
+    async def put_keys(self, keys: bytes, group: int = 0, **more: Any) -> wire.Reserved:
+        """Store keys of a keyed cache; what was reserved for them."""
+        reserved = await self.call(wire.ReserveKeys(self.opened.cache, group, keys, **more))
+        self.write(keys, reserved)
+        await self.call(wire.Commit(reserved.reservation, 0, reserved.pages))
+        return reserved
+
     async def get(self, keys: bytes, wait_ms: int = 5000) -> int:
         """Lease what matches, check every byte, release; returns the pages served."""
         matched = await self.match(keys)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import shutil
 import threading
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from engines import FULL, STATE, Engine, content, idle, spec, tokens
 from kvtier import wire
 from kvtier.identity import GroupSpec
 from kvtier.policy.quota import Rule
+from kvtier.store import Store
 from kvtier.store.diskroom import RESERVE_PARTS
 from kvtier.store.upkeep import flushed
 from kvtier.tiers import health
@@ -344,18 +347,25 @@ async def test_flush_of_a_cache_that_is_reset_meanwhile_succeeds(tmp_path: Path)
         assert store.parts.disk.used_bytes == 0
 
 
+@contextlib.asynccontextmanager
+async def stored_while_sick(folder: Path, keys: bytes) -> AsyncIterator[tuple[Store, Engine, Failing]]:
+    """A store whose disk is broken, and an engine that has put a path."""
+    disk = Failing()
+    async with storing(folder, calls=disk) as store:
+        engine = Engine(store)
+        await engine.open(spec())
+        disk.broken = True
+        await engine.put(keys)
+        yield store, engine, disk
+
+
 async def test_flush_after_a_failure_writes_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sick disk fails the flush by name; once it is well again the next one makes everything durable.
 
     Operators are told that it is sick until a write has worked, not only until one is due.
     """
     keys = tokens(*range(1, 150))
-    disk = Failing()
-    async with storing(tmp_path, calls=disk) as store:
-        engine = Engine(store)
-        await engine.open(spec())
-        disk.broken = True
-        await engine.put(keys)
+    async with stored_while_sick(tmp_path, keys) as (store, engine, disk):
         with pytest.raises(KvtierError) as caught:
             await engine.call(wire.Flush())
         assert caught.value.code == Code.IO
@@ -375,13 +385,7 @@ async def test_a_flush_that_ends_on_a_well_disk_has_written_what_a_sick_one_refu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Begun in the last moment in which nothing is offered to a disk that failed: no room is lacking then."""
-    keys = tokens(*range(1, 20))
-    disk = Failing()
-    async with storing(tmp_path, calls=disk) as store:
-        engine = Engine(store)
-        await engine.open(spec())
-        disk.broken = True
-        await engine.put(keys)
+    async with stored_while_sick(tmp_path, tokens(*range(1, 20))) as (store, engine, disk):
         await until(lambda: not store.parts.persist.pending and store.parts.disk.sick)
         disk.broken = False
         times = iter([time.monotonic()])

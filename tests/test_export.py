@@ -185,15 +185,10 @@ async def test_a_keyed_cache_is_carried_key_by_key(tmp_path: Path) -> None:
     keyed = spec((FULL, FULL), key_bytes=16)
     keys = b"".join(bytes([n]) * 16 for n in range(10))
 
-    async def put(engine: Engine) -> None:
-        reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 1, keys))
-        engine.write(keys, reserved)
-        await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
-
     async with storing(tmp_path / "a", host=16 * MIB) as store:
         engine = Engine(store)
         await engine.open(keyed)
-        await put(engine)
+        await engine.put_keys(keys, 1)
         await quiet(store)
         drop_host(store)
         (tmp_path / "file").write_bytes(await exported(store, wire.Prompt()))

@@ -47,9 +47,7 @@ async def _round(engine: Engine, keyed: Engine, region: int, n: int) -> None:
     """Everything that an engine does to a store, some of it refused or cut short."""
     store, path, key = engine.store, tokens(n, n, *range(4)), n.to_bytes(16, "little")
     await engine.put(path, wants=(wire.Want(2, b"\5\0\0\0"),), wait_ms=2000)
-    reserved = await keyed.call(wire.ReserveKeys(keyed.opened.cache, 0, key))
-    keyed.write(key, reserved)
-    await keyed.call(wire.Commit(reserved.reservation, 0, 1))
+    await keyed.put_keys(key)
     await quiet(store)
     drop_host(store)
     assert await engine.get(path) == 6

@@ -543,9 +543,7 @@ async def test_what_was_given_up_while_a_store_was_away_gets_there_once_it_answe
             server.kill()
             await until(lambda: not tier.answers())
             if keyed:
-                reply = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, keys))
-                engine.write(keys, reply)
-                await engine.call(wire.Commit(reply.reservation, 0, reply.pages))
+                await engine.put_keys(keys)
             else:
                 assert await engine.put(keys) == 20
             await until(lambda: near.parts.counts["peer_push_dropped_home"] and not near.parts.peers.busy)

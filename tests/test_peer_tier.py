@@ -261,20 +261,13 @@ def keys_of(*numbers: int) -> bytes:
     return b"".join(n.to_bytes(16, "little") for n in numbers)
 
 
-async def stored_keys(engine: Engine, keys: bytes) -> None:
-    """An engine stores keys."""
-    reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, keys))
-    engine.write(keys, reserved)
-    await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
-
-
 @TIERS
 async def test_keys_are_found_by_their_homes_and_fetched_by_position(tmp_path: Path, tier) -> None:
     """Holders names the peers that have a key, source fetches those that are wanted of a list of keys."""
     async with tier(tmp_path, cache=KEYED) as pair:
         engine = Engine(pair.far)
         await engine.open(KEYED)
-        await stored_keys(engine, keys_of(1, 2, 3))
+        await engine.put_keys(keys_of(1, 2, 3))
         engine.leave()
         await pair.settled()
         asked = [keys_of(n) for n in (3, 4, 1)]
@@ -297,12 +290,12 @@ async def test_what_peers_have_waits_for_room_until_what_it_displaces_is_written
     async with direct(tmp_path, cache=cache) as pair, storing(tmp_path / "near", MIB, calls=disk) as near:
         there, engine = Engine(pair.far), Engine(near)
         await there.open(cache)
-        await (stored_keys(there, path) if keyed else there.put(path))
+        await (there.put_keys(path) if keyed else there.put(path))
         await engine.open(cache)
         disk.gate.clear()
         for n in range(1, 5):
             more = keys_of(*range(100 * n, 100 * n + 64)) if keyed else tokens(*range(100 * n, 100 * n + 64))
-            await (stored_keys(engine, more) if keyed else engine.put(more))
+            await (engine.put_keys(more) if keyed else engine.put(more))
         assert near.parts.host.free_bytes == 0
         near.join_fleet(pair.tier)
         asyncio.get_running_loop().call_later(0.3, disk.gate.set)
@@ -327,7 +320,7 @@ async def test_engines_see_and_get_keys_of_peers_and_push_their_own(tmp_path: Pa
     async with tier(tmp_path, cache=KEYED) as pair, storing(None) as near:
         engine = Engine(pair.far)
         await engine.open(KEYED)
-        await stored_keys(engine, keys_of(1, 2, 3))
+        await engine.put_keys(keys_of(1, 2, 3))
         await pair.settled()
         near.join_fleet(pair.tier)
         near.parts.peers.start()
@@ -342,7 +335,7 @@ async def test_engines_see_and_get_keys_of_peers_and_push_their_own(tmp_path: Pa
         mine.verify(keys_of(1, 2, 9), got.items[0])
         assert (await mine.call(exists)).states[:2] == bytes([Presence.HOST] * 2)
         await mine.call(wire.Release(got.lease))
-        await stored_keys(mine, keys_of(20, 21))
+        await mine.put_keys(keys_of(20, 21))
         await until(lambda: not near.parts.peers.busy)
         there = wire.Exists(engine.opened.cache, 0, keys_of(20, 21))
         await engine.call(there)
@@ -404,7 +397,7 @@ async def test_a_key_that_left_a_peer_costs_itself_and_not_those_asked_for_with_
         engine = Engine(pair.far)
         await engine.open(KEYED)
         names = [keys_of(n) for n in range(6)]
-        await stored_keys(engine, b"".join(names))
+        await engine.put_keys(b"".join(names))
         await pair.settled()
         near.join_fleet(pair.tier)
         near.parts.peers.start()
@@ -445,7 +438,7 @@ async def test_a_key_that_left_host_before_its_turn_holds_up_no_other_ones_push(
         near.join_fleet(pair.tier)
         mine = Engine(near)
         await mine.open(KEYED)
-        await stored_keys(mine, keys_of(1, 2, 3))
+        await mine.put_keys(keys_of(1, 2, 3))
         await quiet(near)
         cache = near.parts.caches[mine.opened.cache]
         node = cache.keyed.find(cache.keyed.name(0, keys_of(2)))

@@ -129,9 +129,7 @@ async def test_what_was_given_up_while_a_home_was_down_gets_there_once_it_answer
         for each in (engine, there):
             await each.open(cache)
         if keyed:
-            reply = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, keys))
-            engine.write(keys, reply)
-            await engine.call(wire.Commit(reply.reservation, 0, reply.pages))
+            await engine.put_keys(keys)
         else:
             assert await engine.put(keys) == 20
         await soon(lambda: near.parts.counts["peer_push_dropped_home"])

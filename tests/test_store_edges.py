@@ -28,11 +28,7 @@ KEYS = [bytes([n]) * 16 for n in range(40)]
 
 async def put_keys(engine: Engine, keys: list[bytes], **more: int) -> wire.Reserved:
     """Store keys in group 0 and return the reservation."""
-    names = b"".join(keys)
-    reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, names, **more))
-    engine.write(names, reserved)
-    await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
-    return reserved
+    return await engine.put_keys(b"".join(keys), **more)
 
 
 async def test_a_window_that_no_arithmetic_takes_is_refused_by_name() -> None:

@@ -38,9 +38,7 @@ async def test_a_request_cancelled_as_it_arrives_holds_nothing(tmp_path: Path, w
     async with storing(tmp_path, cap=2.0) as store:
         engine = Engine(store)
         await engine.open(spec(PAGE.groups, key_bytes=16))
-        reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 0, key))
-        engine.write(key, reserved)
-        await engine.call(wire.Commit(reserved.reservation, 0, 1))
+        await engine.put_keys(key)
         keyed = engine.opened.cache
         await engine.open(PAGE)
         await engine.put(path)

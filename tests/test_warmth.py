@@ -102,9 +102,7 @@ async def test_keys_keep_their_warmth(tmp_path: Path) -> None:
     async with storing(tmp_path, host=16 * MIB) as store:
         engine = Engine(store)
         await engine.open(keyed)
-        reserved = await engine.call(wire.ReserveKeys(engine.opened.cache, 1, keys))
-        engine.write(keys, reserved)
-        await engine.call(wire.Commit(reserved.reservation, 0, reserved.pages))
+        await engine.put_keys(keys, 1)
         await engine.call(wire.AcquireKeys(engine.opened.cache, 1, keys[48:64]))
         await quiet(store)
     async with storing(tmp_path, host=16 * MIB) as store:
