@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.identity import CHAIN_BYTES, CacheSpec, chain_keys
 from kvtier.index.check import checking
 from kvtier.index.copies import Copies, Dropped, Watch
-from kvtier.index.names import FEW, MASK, Ends, added, total
+from kvtier.index.names import MASK, Ends, added, total
 from kvtier.index.node import LOCAL, TIERS, Hold, Node, blank, held_to
 from kvtier.index.order import Order, Warmth
 from kvtier.types import NO_COPY, Tier
@@ -144,10 +144,7 @@ class Index(Copies):
         self.version += 1
         self.pages -= node.pages - keep
         if node.name is not None:
-            if keep + 1 == node.pages > FEW:
-                node.name = self._ends.before(node.name, node.edge, self.stride, node.depth)
-            else:
-                node.name = node.name - total(node.edge[keep * self.stride :], self.stride, node.depth + keep) & MASK
+            node.name = self._ends.cut(node.name, node.edge, self.stride, node.depth, keep)
         node.edge = node.edge[: keep * self.stride]
         node.pages = keep
         node.live = min(node.live, keep)

@@ -54,21 +54,23 @@ def total(keys: bytes, stride: int, first: int) -> int:
 
 
 class Ends:
-    """The name of the page before one that goes, for evictions that take a node's pages one by one from its end."""
+    """What a node that loses its last pages ends with; most evictions take them one by one."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_names",)
 
     def __init__(self) -> None:
-        self._before: dict[int, int] = {}
+        self._names: list[int] = []
+        """Of the pages before the next that goes, and of that one, if it is of the node that was cut last."""
 
-    def before(self, name: int, keys: bytes, stride: int, first: int) -> int:
-        """What the page before the last one is called; `name` is that one's, `keys` and `first` are of its node."""
-        found = self._before.get(name)
-        if found is not None:
-            return found
-        skip = max(0, len(keys) // stride - AHEAD)
-        sums = np.cumsum(added(keys[skip * stride :], stride, first + skip), dtype=np.uint64)
-        start = name - int(sums[-1]) & MASK
-        ends: list[int] = (sums + np.uint64(start)).tolist()
-        self._before = dict(zip(ends, (start, *ends), strict=False))
-        return self._before[name]
+    def cut(self, name: int, keys: bytes, stride: int, first: int, keep: int) -> int:
+        """The name of page number `keep` - 1 of a node; `name` is its last page's, `keys` and `first` are its own."""
+        pages = len(keys) // stride
+        if not keep + 1 == pages > FEW:
+            return name - total(keys[keep * stride :], stride, first + keep) & MASK
+        if len(self._names) < 2 or self._names[-1] != name:
+            skip = max(0, pages - AHEAD)
+            sums = np.cumsum(added(keys[skip * stride :], stride, first + skip), dtype=np.uint64)
+            start = name - int(sums[-1]) & MASK
+            self._names = [start, *(sums + np.uint64(start)).tolist()]
+        self._names.pop()
+        return self._names[-1]

@@ -294,10 +294,10 @@ class Order:
         else for the one that is taken.
         """
         heads, times = self._heads.setdefault(share, ([None] * (self._last - 1), [0.0] * (self._last - 1)))
-        checked = 0
+        checked, tier = 0, self.tier
         for number, heap in enumerate(heaps[1:-1]):
             top, known = heap[0][2] if heap else None, heads[number]
-            if top is known and (top is None or (top.time == times[number] and not top.holds(self.tier))):
+            if top is known and (top is None or (top.time == times[number] and not (top.refs and top.holds(tier)))):
                 continue
             heads[number] = head = self._head(heaps, share, number + 1, own)
             times[number] = head.time if head is not None else 0.0

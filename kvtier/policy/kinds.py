@@ -38,7 +38,7 @@ class Stand(NamedTuple):
     kind: int
     tail: int
     """1: the last of its pages is the one that the first request for them ended in."""
-    kept: bool = False
+    kept: bool
     """Whether it stays while a loop goes on."""
 
 
@@ -221,7 +221,7 @@ class ByKind(Counting):
 
     def _stand(self, node: Any, uses: Uses) -> None:
         """It was used more often by now; what stays does so while the loop goes on."""
-        kept = uses.extra is not None and uses.extra.kept
+        kept = self._stays(node)
         if kept and not self._loops.on:
             self._loops.left(node.count[self.tier])
         uses.extra = STANDS[kept and self._loops.on][0][self.kind(node, uses.count)]
@@ -244,11 +244,7 @@ class ByKind(Counting):
     def join(self, upper: Any, lower: Any) -> None:
         """The upper node's pages stay where the lower one's do."""
         super().join(upper, lower)
-        pages = upper.count[self.tier]
-        if self._stays(lower) and not self._stays(upper):
-            self._loops.kept += pages
-        elif self._stays(upper) and not self._stays(lower):
-            self._loops.left(pages)
+        self._loops.left(upper.count[self.tier] * (self._stays(upper) - self._stays(lower)))
 
     def _stays(self, node: Any) -> bool:
         uses = self.note(node)

@@ -31,7 +31,7 @@ class Loops:
     def __init__(self) -> None:
         self.on = False
         self.kept = 0
-        """Pages that were told to stay; where nodes were cut in two meanwhile, about so many."""
+        """Pages that were told to stay; where others came to their nodes or are joined with them, about so many."""
         self._went = self._back = 0.0
 
     def went(self, pages: int) -> None:
@@ -51,7 +51,7 @@ class Loops:
         return True
 
     def left(self, pages: int) -> None:
-        """So many of what stayed went, or are like all others again."""
+        """So many of what stayed went, or are like all others again (below 0: so many more stay)."""
         self.kept = max(0, self.kept - pages)
 
     def learn(self, size: int) -> None:

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -183,7 +183,7 @@ class Parts:
 
     async def _empty(self, cache: Cache) -> None:
         """Forget a cache that is too large to be emptied in one go, unless somebody opens it meanwhile."""
-        async for node in sliced(leaves(list((cache.index.root.children or {}).values()))):
+        async for node in sliced(_leaves(cache)):
             if self._busy(cache) or any(cache.number in p.ranks for i in self.instances.values() for p in i.processes):
                 return
             cache.release(cache.index.cut(node).freed, self.disk)
@@ -194,7 +194,7 @@ class Parts:
         """Cut all of a retired cache, in slices; then its pages on disk go, all of them at once."""
         try:
             with self.leased(cache, cache.index.root):
-                async for node in sliced(leaves(list((cache.index.root.children or {}).values()))):
+                async for node in sliced(_leaves(cache)):
                     cache.release(cache.index.cut(node).freed, None)
         finally:  # also where the daemon ends before all is cut
             if cache.disk is not None and self.disk is not None:
@@ -258,7 +258,7 @@ class Parts:
             nodes += cache.index.nodes
             if gone and nodes > MOST_NODES:
                 break
-            for node in leaves(list((cache.index.root.children or {}).values())):
+            for node in _leaves(cache):
                 cache.release(cache.index.cut(node).freed, None)
             gone += 1
         if gone:
@@ -300,3 +300,8 @@ class Parts:
         if self.disk is not None:
             self.disk.close()
         self.host.close()
+
+
+def _leaves(cache: Cache) -> Iterator[Node]:
+    """Leaves of all that a cache has, while they are cut."""
+    return leaves(list((cache.index.root.children or {}).values()))

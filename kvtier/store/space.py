@@ -195,13 +195,13 @@ class Space:
                     lo, hi = index.tail(node, self.tier, min(order.policy.share(node), max(left)))
                     if lo == hi:
                         continue
-                    ask = taken is not None and self.below.there
-                    if (ask or self._keeping) and self.unsaved_from(index, node, lo, hi) < hi:
-                        if taken is not None and ask:
+                    fresh = taken if self.below.there else None
+                    if (fresh or self._keeping) and self.unsaved_from(index, node, lo, hi) < hi:
+                        if fresh:
                             pages = self._save(index, node)
                             offered += pages
                             if not pages:  # what somebody reads in host, once it is there, is lost for no room here
-                                (kept if node.refs else unsaved).append(taken)
+                                (kept if node.refs else unsaved).append(fresh)
                             continue  # held until written; comes back to the order then
                         lo = max(lo, self._kept_to(node))
                         if lo >= hi:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -124,6 +125,19 @@ class Arena:
                 raise
 
 
-def grain(size: int) -> int:
-    """What a range of `size` bytes is aligned to: huge pages where it is whole ones, else pages."""
-    return PAGE_ALIGN if size % HUGE_BYTES else HUGE_BYTES
+def unit_of(size: int) -> int:
+    """What a piece of memory of about `size` bytes is a whole number of: huge pages, or pages where it is smaller."""
+    return HUGE_BYTES if size >= HUGE_BYTES else PAGE_ALIGN
+
+
+def places_for(want: int, least: int, *, huge: bool = False) -> Iterator[tuple[int, int]]:
+    """How a range of `want` bytes is looked for: alignments, and the fewest bytes that are taken at each.
+
+    All of it between pages goes before a part of it at a huge page. `huge`: nothing but whole huge pages.
+    """
+    if huge:
+        yield HUGE_BYTES, max(least, HUGE_BYTES)
+        return
+    if want % HUGE_BYTES == 0:
+        yield HUGE_BYTES, max(least, want)
+    yield PAGE_ALIGN, max(least, PAGE_ALIGN)

@@ -8,11 +8,11 @@ from typing import Generic, Protocol, TypeVar
 
 from kvtier.identity import Shape
 from kvtier.numa import NODES
-from kvtier.tiers.arena import HUGE_BYTES, Arena
+from kvtier.tiers.arena import HUGE_BYTES, Arena, unit_of
 from kvtier.tiers.pool import Budget, HostPool, SlotPool
 from kvtier.tiers.slab import Slab, SlotState
 from kvtier.tiers.space import HostSpace, Plot
-from kvtier.types import PAGE_ALIGN, align_up
+from kvtier.types import align_up
 
 __all__ = ["HostPool", "HostTier", "Slab", "SlabTier", "SlotState"]
 
@@ -118,7 +118,7 @@ class SlabTier(Generic[P]):
         largest = max(shape.slot_bytes)
         size = min(max(self._slab_bytes, SLAB_SLOTS * largest), self.budget_bytes // (4 * len(shape.slot_bytes)))
         size = max(size, largest)
-        unit = HUGE_BYTES if self._memory.huge or size >= HUGE_BYTES else PAGE_ALIGN
+        unit = HUGE_BYTES if self._memory.huge else unit_of(size)
         return max(size // unit * unit, align_up(largest, unit))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvtier.numa import NODES, Node, places
-from kvtier.tiers.arena import CHUNK_BYTES, HUGE_BYTES, Arena, free_huge_bytes, grain
+from kvtier.tiers.arena import CHUNK_BYTES, HUGE_BYTES, Arena, free_huge_bytes, places_for, unit_of
 from kvtier.tiers.extents import Extents
 from kvtier.types import PAGE_ALIGN, align_up
 
@@ -69,7 +69,7 @@ class HostSpace:
     ) -> None:
         self.budget = budget
         self.used = 0
-        size = align_up(budget, HUGE_BYTES if budget >= HUGE_BYTES else PAGE_ALIGN)
+        size = align_up(budget, unit_of(budget))
         self.huge = hugepages == "auto" and 0 < align_up(budget, HUGE_BYTES) <= free_huge_bytes()
         self.size = align_up(size, HUGE_BYTES) if self.huge else size
         self._nodes: list[Node | None] = [*places(nodes)] or [None]
@@ -199,10 +199,9 @@ class HostSpace:
         if not self._scopes.get(scope):
             return None
         grounds = sorted(self._scopes[scope], key=lambda ground: self._order(ground, self._load(ground), want))
-        units = (HUGE_BYTES,) if self.huge else (grain(want), PAGE_ALIGN)
-        for unit in dict.fromkeys(units):
+        for unit, fewest in places_for(want, least, huge=self.huge):
             size = min(want, max(ground.free.largest(unit) for ground in grounds)) // unit * unit
-            if size < max(least, unit if unit == units[-1] else want):
+            if size < fewest:
                 continue
             fits = ((ground, e.fit(size, unit)) for ground in grounds for e in (ground.warm, ground.free))
             return next(Plot(ground, lo, lo + size) for ground, lo in fits if lo is not None)

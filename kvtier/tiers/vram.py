@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from kvtier.identity import Shape
-from kvtier.tiers.arena import grain
+from kvtier.tiers.arena import places_for
 from kvtier.tiers.extents import Extents
 from kvtier.tiers.host import SlabTier
 from kvtier.tiers.pool import LISTED, SlotPool
 from kvtier.tiers.slab import ARENA_SHIFT, Slab
 from kvtier.tiers.space import Plot
-from kvtier.types import PAGE_ALIGN
 
 DEVICE_ARENA: Final = 1024
 """Its arena's number: no host has so many NUMA nodes."""
@@ -71,9 +70,9 @@ class VramSpace:
         if self.closed or not self.arenas(scope):
             return None
         free = self._land.free
-        for unit in dict.fromkeys((grain(want), PAGE_ALIGN)):
+        for unit, fewest in places_for(want, least):
             size = min(want, free.largest(unit)) // unit * unit
-            if size >= max(least, unit if unit == PAGE_ALIGN else want) and (lo := free.fit(size, unit)) is not None:
+            if size >= fewest and (lo := free.fit(size, unit)) is not None:
                 free.discard(lo, lo + size)
                 self.used += size
                 return Plot(self._land, lo, lo + size)
